@@ -325,7 +325,9 @@ class _Bench:
                 there = moved(fits[index].replacement, self.source.device)
                 calls: dict[str, Any] = {"site_ms": partial(apply_replacement, site.loop, there, t, t.k)}
                 if isinstance(there, Amortised):
-                    calls["predict_ms"] = partial(_predict_all, site.loop, there, t)
+                    calls["predict_ms"] = lambda loop=site.loop, of=there.predictors, t=t: [
+                        predict(loop, own, t) for own in of
+                    ]
                 maps = self._maps(units, index, partial(apply_replacement, units, _in_units(there)))
             else:
                 short, short_units = (replace(x, half_steps=row.half_steps) for x in (site.loop, units))
@@ -390,10 +392,6 @@ def _in_units(replacement: Amortised | Distilled) -> Amortised | Distilled:
         return replacement
     factor = 1.0 if replacement.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
     return replace(replacement, settings={**replacement.settings, "output_factor": factor})
-
-
-def _predict_all(convention: Convention, replacement: Amortised, t: SiteTensors) -> list[Tensor]:
-    return [predict(convention, predictor, t) for predictor in replacement.predictors]
 
 
 def _softmax(convention: Convention, t: SiteTensors) -> Tensor:

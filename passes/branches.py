@@ -396,18 +396,18 @@ def spoken(node: Node) -> str:
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
-def own_lines(caller: FrameType) -> contextlib.AbstractContextManager[Any]:
+def own_lines() -> contextlib.AbstractContextManager[Any]:
     """Have torch keep, of each node's stack, the line that `spoken` reads: to word all frames, its own
-    too, is a seventh of a trace.  caller: of the trace; what stands outside of it is not the model's."""
+    too, is a seventh of a trace. What calls the function that asks for this is not the model's."""
+    caller = sys._getframe(1)
     def summary() -> traceback.StackSummary:
         frame: Any = sys._getframe(1)
-        while frame is not None and frame is not caller and frame.f_code.co_filename.startswith(_HIDDEN):
+        while frame not in (None, caller) and frame.f_code.co_filename.startswith(_HIDDEN):
             frame = frame.f_back
-        theirs = [] if frame is None or frame is caller else [(frame.f_code.co_filename, frame.f_lineno)]
-        # Where nothing is called forward, torch keeps no line.
-        return traceback.StackSummary.from_list(
-            [traceback.FrameSummary(*place, "forward", line="") for place in theirs]
-        )
+        if frame in (None, caller):
+            return traceback.StackSummary()
+        place = frame.f_code.co_filename, frame.f_lineno
+        return traceback.StackSummary.from_list([(*place, "forward", "")])  # others torch leaves out
 
     lines = SimpleNamespace(extract=lambda **_: SimpleNamespace(summary=summary))
     name, of = "CapturedTraceback", torch.fx.proxy  # torch's own name, which it may change

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import math
 import operator
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -268,8 +267,7 @@ def export_graph(
 def _traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    lines = own_lines(sys._getframe())
-    with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module), lines:
+    with warnings.catch_warnings(action="ignore"), torch.no_grad(), unchanged(module), own_lines():
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
 

@@ -72,7 +72,10 @@ def _join_scalings(graph: GraphModule, root: Node, labels: list[str], operands: 
     """Multiply an operand into another that has all of its indices, in the same order, and more."""
     while True:
         pairs = itertools.permutations(range(len(labels)), 2)
-        pair = next((pair for pair in pairs if _scales(*(labels[place] for place in pair))), None)
+        pair = next((
+            (one, other) for one, other in pairs if labels[one] != labels[other]
+            and "".join(x for x in labels[other] if x in labels[one]) == labels[one]
+        ), None)  # fmt: skip
         if pair is None:
             return
         narrower, wider = pair
@@ -82,7 +85,3 @@ def _join_scalings(graph: GraphModule, root: Node, labels: list[str], operands: 
                 scaling = written(graph, root, aten.unsqueeze.default, scaling, axis)
         operands[wider] = written(graph, root, aten.mul.Tensor, operands[wider], scaling)
         del labels[narrower], operands[narrower]
-
-
-def _scales(label: str, wider: str) -> bool:
-    return len(label) < len(wider) and "".join(x for x in wider if x in label) == label

@@ -294,8 +294,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), [
-    *((name, (2, 2, 33, 50, 16, 40), dtype) for name, dtype in zip(LOOPS, itertools.cycle(HALVES))
-      if name != "nothing"),
+    *((name, (2, 2, 33, 50, 16, 40), half) for name, half in zip([*LOOPS][:-1], itertools.cycle(HALVES))),
     *((name, (2, 1, 150, 197, 40, 64), torch.bfloat16) for name in ("R", "CRC from f", "RCRCRC")),
 ], ids=str)  # fmt: skip
 def test_half_precision_in_one_launch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -630,9 +630,8 @@ def _identified(trials: _Trials, sums: int) -> Fit[PlanConvention]:
         few = [o for spread in (1.0, 3.0) if (o := trials.drawn(Drawn(spread))) is not None]
         identify_plan(few, region.guesses, region.most, sums)
     trials.reached = 4
-    identify = partial(identify_plan, guesses=region.guesses, most=region.most, sums=sums)
     try:
-        fit = trials.fitted(identify)
+        fit = trials.fitted(partial(identify_plan, guesses=region.guesses, most=region.most, sums=sums))
     except NoFit as no_fit:
         raise _described(no_fit, trials.samples) from None
     trials.reached = 5

@@ -33,8 +33,6 @@ from asapc.passes.sinkhorn.probe import (
     BEYOND,
     BOTH,
     HELD,
-    MAX_HALF_STEPS,
-    NO_GUESS,
     Budget,
     Fit,
     Guesses,
@@ -59,9 +57,8 @@ CONVERGED = 1e-7  # what is left of the start after a loop that no scores tell f
 
 
 def identify_plan(
-    samples: Sequence[Sample], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
-    sums: int = 0,
-) -> Fit[PlanConvention]:  # fmt: skip
+    samples: Sequence[Sample], guesses: Guesses, most: int, sums: int
+) -> Fit[PlanConvention]:
     """The convention that reproduces everything; the mildest scores come first.  Raises NoFit.
 
     sums: of the loop where an unbalanced one is looked for if no balanced one is found, 0 where not.

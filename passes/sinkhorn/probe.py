@@ -55,7 +55,6 @@ SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SHORT = 64  # half-steps of a loop that is named where none fits
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 MARKS = ("asapc.seen.default", "asapc.holds.default")
-STILL = 4e-15  # what rounding changes of a dual: 4e-12 in MAX_HALF_STEPS, far less than EXACT
 
 T = TypeVar("T")
 C = TypeVar("C", Convention, PlanConvention)
@@ -183,10 +182,8 @@ def identify(
 def longest_in(nodes: Collection[Node]) -> int:
     """The half-steps of the longest loop that is tried of a region: each takes an operator, if not one
     of another library, which may be a whole loop."""
-    others = (node for node in nodes if getattr(node.target, "namespace", "aten") != "aten")
-    if any(str(node.target) not in MARKS for node in others):
-        return MAX_HALF_STEPS
-    return min(MAX_HALF_STEPS, len(nodes) + BEYOND)
+    spaces = {getattr(x.target, "namespace", "aten") for x in nodes if str(x.target) not in MARKS}
+    return MAX_HALF_STEPS if spaces - {"aten"} else min(MAX_HALF_STEPS, len(nodes) + BEYOND)
 
 
 def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -472,19 +469,12 @@ def search_budget(
     errors: dict[tuple[Side, int], float] = {}
     for first in BOTH:
         running = [make(first) for make in plans]
-        known: list[tuple[Tensor | None, float]] = [(None, math.inf)] * len(targets)
-        for half_steps in itertools.count(1):
+        for half_steps, ours in enumerate(zip(*running, strict=True), 1):
             if half_steps > most:
                 break
-            ours = [next(plan) for plan in running]
             if Convention(half_steps, first, 1.0).last_side not in sides:
                 continue
-            known = [
-                (plan, error if plan is before else _up_to_scale(plan, target))
-                for plan, target, (before, error) in zip(ours, targets, known, strict=True)
-            ]
-            error = max(error for _, error in known)
-            errors[first, half_steps] = error
+            error = errors[first, half_steps] = max(map(_up_to_scale, ours, targets))
             if error <= EXACT:
                 most = min(most, half_steps + BEYOND)
     least = min(errors.values())
@@ -500,11 +490,7 @@ def search_budget(
 
 
 def loop_plans(sample: Sample, damping: Pair = (1.0, 1.0)) -> Plans:
-    """The finite loop on scores in units of epsilon, from zero duals.  damping: as in operators.plan.
-
-    No half-step changes the duals by more than an earlier one did. So once that is nothing but rounding,
-    the plan stays what it is, and the same tensor is handed out from there on, without computing it.
-    """
+    """The finite loop on scores in units of epsilon, from zero duals.  damping: as in operators.plan."""
     scores = sample.scores
     uniform = log_marginals(scores.shape[-2], scores.shape[-1], sample.keep, scores)
     log_mu, log_nu = (
@@ -513,24 +499,14 @@ def loop_plans(sample: Sample, damping: Pair = (1.0, 1.0)) -> Plans:
 
     def run(first: Side) -> Iterator[Tensor]:
         f, g = initial_duals(scores, sample.keep)
-        rows_turn = first == "row"
-        for half_steps in itertools.count(1):
-            if rows_turn:
-                before, f = f, damping[0] * close_rows(scores, g, log_mu)
+        for side in itertools.cycle(BOTH if first == "row" else BOTH[::-1]):
+            if side == "row":
+                f = damping[0] * close_rows(scores, g, log_mu)
             else:
-                before, g = g, damping[1] * close_columns(scores, f, log_nu)
-            plan = torch.exp(scores + f[..., None] + g[..., None, :])
-            yield plan
-            if half_steps > 2 and _moved(before, f if rows_turn else g) <= STILL:
-                yield from itertools.repeat(plan)
-            rows_turn = not rows_turn
+                g = damping[1] * close_columns(scores, f, log_nu)
+            yield torch.exp(scores + f[..., None] + g[..., None, :])
 
     return run
-
-
-def _moved(before: Tensor, after: Tensor) -> float:
-    """The largest change of a dual; NaN where one is not a number."""
-    return float(torch.where(before == after, 0.0, after - before).abs().max()) if after.numel() else 0.0
 
 
 def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
@@ -589,7 +565,7 @@ def _stabilised(
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
     best: tuple[Budget, Stabiliser] | None = None
     for stabiliser in guesses.stabilisers():
-        if not _budget(mildest, sides, most, stabiliser).error <= HELD:
+        if not _budget(mildest, sides, most, stabiliser).error <= STABILISED:
             continue
         budget = _budget(groups, sides, most, stabiliser)
         if best is None or budget.error < best[0].error:

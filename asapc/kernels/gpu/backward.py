@@ -178,8 +178,9 @@ def _allowed(tail: Tail, inputs: Scores, output: Output, f: Tensor, g: Tensor) -
 
 
 def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> Orbit:
-    """sum_t (a_i + b_j) exp(f_i - f0_i + g_j - g0_j) of the terms [T, B, H, X or Y], factored."""
-    moved_x, moved_y = (_finite(dual - dual[:1]) for dual in (dual_x, dual_y))  # masked: -inf - (-inf)
+    """sum_t (a_i + b_j) exp(f_i - f0_i + g_j - g0_j) of the terms [T, B, H, X or Y], factored.
+    Where tokens are masked, -inf - (-inf) counts as 0."""
+    moved_x, moved_y = ((dual - dual[:1]).nan_to_num(0.0, 0.0, 0.0) for dual in (dual_x, dual_y))
     middle = (moved_x.amax(-1, keepdim=True) + moved_x.amin(-1, keepdim=True)) / 2  # a gauge of its own
     moved_x, moved_y = moved_x - middle, moved_y + middle
     reach = (moved_x.abs().amax(-1) + moved_y.abs().amax(-1)).amax(0)  # [B, H]
@@ -188,10 +189,6 @@ def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> 
     more = -2 * len(dual_x) % RANK_STEP.value
     laid = [torch.nn.functional.pad(side.permute(1, 2, 3, 0), (0, more)) for side in sides]
     return Orbit(laid[0].contiguous(), laid[1].contiguous(), (reach <= REACH).to(torch.int8))
-
-
-def _finite(values: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, 0.0)
 
 
 def one_term(f: Tensor, g: Tensor, closed: Side, grad: Tensor | None) -> Terms:
