@@ -114,7 +114,9 @@ def _examine(program: Program, loop: Loop, failed: dict[object, NoFit]) -> PlanS
         result = outcome(partial(_site, program, part, start, end, kernel, sums, failed))
         if isinstance(result, PlanSite):
             later = _exp_of(result)
-            past = later and outcome(partial(_site, program, part, start, later, kernel, sums, failed))
+            if later is None:
+                return result
+            past = outcome(partial(_site, program, part, start, later, kernel, sums, failed))
             return past if isinstance(past, PlanSite) else result
         failures.append(result)
         if result.reached >= FITTED:
