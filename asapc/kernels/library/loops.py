@@ -159,7 +159,7 @@ def _banded(
     if loop.half_steps < 1 or (missing is not None and v is None):
         return dispatch.plainly(plain, q, k, missing or "no half-step")
     if missing is None:
-        out, widest = native.banded(q, k, v, keep, loop, (low, high))
+        out, widest = native.sinkhorn_loop(q, k, v, keep, None, None, loop, band=(low, high))
         dispatch.note(name, q, k, lambda: native.path(q, k[:, :, : max(0, high - low + 1)], widest))
         return out
     assert v is not None

@@ -27,10 +27,9 @@ from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.plan import Task
 from asapc.operators import lot as lot_reference
-from asapc.operators.banded import seen_keys, seen_queries, within
+from asapc.operators.banded import within
 from asapc.operators.ranks import Clouds as SlicedClouds
 from asapc.operators.ranks import clouds_of
-from asapc.operators.sinkhorn import factor_value, masked
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P27q7d4q3d")  # of engine.cpp, its Rule last
@@ -121,8 +120,7 @@ def sinkhorn_loop(
     mass: [B, H, N], of rows, by N times which the output is divided.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
     of the plan as it is where there are masses.
-    slopes: of sinkhorn_gradients; then there is no A v.  band: as operators.banded.banded_sinkhorn, low
-    and high, without the output factor but for 1/N or 1/M.
+    slopes: of sinkhorn_gradients; then there is no A v.  band: low and high of operators.banded.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -133,13 +131,8 @@ def sinkhorn_loop(
     out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
     if keys == 0 or out.numel() == 0:
         return out.zero_().to(out_dtype), 0.0
-    shown, (low, high) = None if bias is None else _shown(bias), band or (-queries, keys)
-    if band is not None:
-        low, high = within(queries, keys, *band)
-        keep, shown = seen_keys(q, k, keep, low, high), seen_queries(q, k, keep, low, high)
-        loop = loop._replace(output_factor=[1.0, 0.0, 0.0, 0.0])
-    if shown is not None or (to_columns and keep is not None):
-        out.zero_()
+    shown = None if bias is None else _shown(bias)
+    low, high = (-queries, keys) if band is None else within(queries, keys, *band)
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
     keep, shown = _masks(q, k, v, keep, shown, to_columns)
     if mass is not None:
@@ -386,15 +379,6 @@ def _sliced(
     more = None if slopes is None else ESP_SLOPES.pack(*pointers([out, *slopes]))
     if not _engine().asapc_esp(problem, more):
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
-
-
-def banded(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, loop: Loop, band: Band
-) -> tuple[Tensor, float]:
-    """As operators.banded.banded_sinkhorn, or its map; the widest range of a row's scores."""
-    out, widest = sinkhorn_loop(q, k, v, keep, None, None, loop, band=band)
-    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
-    return masked(out * factor, keep, None).to(out.dtype), widest
 
 
 def feature(

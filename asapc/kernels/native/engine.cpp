@@ -87,7 +87,7 @@ struct Rule {
 // divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of
 // the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors
 // are contiguous. The output factor is coefficient * N^queries * M^keys * n^active. Query i sees the keys from i + low to
-// i + high alone; of a band, every query that is kept sees one that is, and nothing is written where no key is.
+// i + high alone, where low is above -N: without one a query has no part, nor a key that no query sees.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -100,6 +100,8 @@ struct Problem {
   int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads, low, high;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
+
+  bool banded() const { return low > -queries; }
 };
 
 // Where gradients of a problem's A v are wanted instead of it, for grad [B, H, N, E]: of q, k, v and the dual (null
@@ -272,18 +274,23 @@ class Scratch {
   size_t size_ = 0, used_ = 0;
 };
 
-// The active tokens of an example; where there is none, all of them.
+// The active tokens of an example; where there is none, all of them.  count: before some were left out.
 struct Tokens {
   std::vector<int64_t> active;
+  int64_t count;
   bool none;
 
   Tokens(const uint8_t* keep, int64_t size, int64_t example) {
     active.resize(size);
-    int64_t count = 0;
+    count = 0;
     for (int64_t j = 0; j < size; ++j) active[count] = j, count += !keep || keep[example * size + j];
     none = count == 0;
-    if (none) std::iota(active.begin(), active.end(), 0);
+    if (none) std::iota(active.begin(), active.end(), 0), count = size;
     else active.resize(count);
+  }
+
+  template <class Out> void leave_out(const Out& out) {
+    active.erase(std::remove_if(active.begin(), active.end(), out), active.end());
   }
 };
 
@@ -400,7 +407,7 @@ template <class S, class W> class Head {
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
     scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
-             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * share / reached;
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(keys.count), p.active_power) * share / reached;
     take(scratch);
   }
 
@@ -1120,10 +1127,21 @@ template <class S> double run(const Problem& p, const Slopes* slopes) {
   double widest = 0.0;
   const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
                          [&](int64_t index, Scratch& scratch) {
-    const Tokens keys(p.keep, p.keys, index / p.heads);
-    const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
-    const bool banded = p.low > 1 - p.queries || p.high < p.keys - 1;
-    if (queries.none || ((p.to_columns || banded) && keys.none)) return;
+    Tokens keys(p.keep, p.keys, index / p.heads);
+    Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
+    if (p.banded()) {
+      keys.leave_out([&p](int64_t j) { return j < p.low || j > p.queries - 1 + p.high; });
+      queries.leave_out([&p, &seen = keys.active](int64_t i) {
+        const auto first = std::lower_bound(seen.begin(), seen.end(), i + p.low);
+        return first == seen.end() || *first > i + p.high;
+      });
+    }
+    const Tokens& written = p.to_columns ? keys : queries;
+    const int64_t rows = p.to_columns ? p.keys : p.queries;
+    const bool nothing = queries.none || queries.active.empty() || ((p.to_columns || p.banded()) && keys.none);
+    if (!slopes && (nothing || int64_t(written.active.size()) < rows))
+      std::fill_n(static_cast<S*>(p.out) + index * rows * p.width, rows * p.width, S(0));
+    if (nothing) return;
     const double range = run_head<S>(p, slopes, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
     if (!(range <= widest)) widest = range;
