@@ -52,7 +52,7 @@ def banded_backward(
     by_engine = q.is_cpu and native.missing() is None
     if by_engine:
         seen = (grad_out, q, k, v, keep, None, None)
-        native.sinkhorn_gradients(*seen, loop, tail, slopes, depth, (low, high))
+        native.sinkhorn_gradients(*seen, loop, tail, slopes, depth, band=(low, high))
     lost = (depth < 0) & (keep is None or keep.any(-1)[:, None])
     if (not by_engine or bool(lost.any())) and (
         band := _of_heads(q, k, v, keep, loop, low, high)

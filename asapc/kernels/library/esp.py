@@ -51,7 +51,7 @@ def esp_gradients(
     query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool,
     mean_cost: bool, output_factor: float, coupling: str, slice_weight: Tensor | None, query_power: int,
     key_power: int, softsort_temperature: float | None, ties: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty.
 
     softsort_temperature: of soft sorts, whose gradients are the engine's.  ties: of exact ones, which
@@ -73,15 +73,10 @@ def esp_gradients(
             del given["v"]
         needed = dict.fromkeys(WITH_GRADIENT, True)
         found = of_reference(hard, {**given, "ties": ties}, needed, [grad_out])
-    grads = []
-    for name in WITH_GRADIENT:
-        x, grad = given.get(name), found.get(name)
-        grads.append(q.new_empty(0) if x is None else x.new_zeros(x.shape) if grad is None else grad)
-    dq, dk, dv, of_slices, of_tau, of_omega = grads
-    return dq, dk, dv, of_slices, of_tau, of_omega
+    return fakes.gradients(given, WITH_GRADIENT, found)
 
 
-register_fake(esp_gradients, lambda arguments: fakes.gradients(arguments, *WITH_GRADIENT))
+register_fake(esp_gradients, lambda arguments: fakes.gradients(arguments, WITH_GRADIENT))
 
 
 def _by_kernels(arguments: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:

@@ -52,7 +52,7 @@ def loop_gradients(
 def _loop_gradients_fake(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     q = arguments["q"]
     depth = q.new_empty(q.shape[:2], dtype=torch.int64)
-    return (*fakes.gradients(arguments, "q", "k", "v", "start"), depth)
+    return (*fakes.gradients(arguments, ("q", "k", "v", "start")), depth)
 
 
 register_fake(loop_gradients, _loop_gradients_fake)

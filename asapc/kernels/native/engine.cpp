@@ -104,12 +104,13 @@ struct Problem {
   bool banded() const { return low > -queries; }
 };
 
-// Where gradients of a problem's A v are wanted instead of it, for grad [B, H, N, E]: of q, k, v and the dual (null
-// without one), in their sizes, contiguous and 0 before. depth: [B, H], the half-steps that they passed through, not
-// written where the linear domain does not hold a head. most, tolerance: of kernels/loop.py's Tail.
+// Where gradients of a problem's A v are wanted instead of it, for grad in the sizes of `out`: of q, k and v, and of the
+// dual, the mass and the bias [B, H, N, M] or null, in their sizes, contiguous and 0 before. depth: [B, H], the half-steps
+// that they passed through, not written where the linear domain does not hold a head. most, tolerance: of
+// kernels/loop.py's Tail.
 struct Slopes {
   const void* grad;
-  void *q, *k, *v, *dual;
+  void *q, *k, *v, *dual, *mass, *bias;
   int64_t *depth, most;
   double tolerance;
 };
@@ -482,6 +483,13 @@ template <class S, class W> class Head {
     return row_mass_ && (pass.closes_rows || (!pass.first && p_.half_steps > (p_.rows_first ? 0 : 1)));
   }
 
+  // What a scaling makes of a row of K: of the plan, or of that divided by the row's mass.
+  W weight_of(int64_t i, W a, bool is_density, bool of_plan) const {
+    const W mass = row_mass(i);
+    if (of_plan) return is_density ? a * mass : a;
+    return is_density || !(mass > 0) ? a * W(mass > 0) : a / mass;
+  }
+
   template <class Run> void each_pass(const Run& run) {
     bool first = true, goes_on = true;
     each_pair(p_.rows_first, p_.half_steps, [&](bool closes_rows, bool closes_columns) {
@@ -636,12 +644,8 @@ template <class S, class W> class Head {
       }
       if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
       W weights[kRows];
-      for (int64_t r = 0; r < count; ++r) {
-        const W mass = row_mass(row + r);
-        const bool divided = of_density(pass) || !(mass > 0);
-        weights[r] = pass.closes_columns || p_.to_columns ? (of_density(pass) ? a[r] * mass : a[r])
-                     : divided ? a[r] * W(mass > 0) : a[r] / mass;
-      }
+      for (int64_t r = 0; r < count; ++r)
+        weights[r] = weight_of(row + r, a[r], of_density(pass), pass.closes_columns || p_.to_columns);
       if (!pass.closes_columns) apply(row, count, here, rows, weights, b_, scale);
       else by_rows(count, [&, next = ahead ? rows + kRows * stride_ : nullptr](int64_t r, auto R) {
         add_rows<R.value>(rows + r * stride_, stride_, here.wide, weights + r, total_ + here.start, next);
@@ -828,16 +832,22 @@ template <class S, class W> class Head {
   //     applied         dL/dS_ij = <grad_i, v_j> A_ij
   //
   // so that the slopes of all are K times one product of rank T + E, formed in the last visit of K. The chain before
-  // it (block-wise paper, Propositions 1 and 6) takes one visit for a pair of half-steps.
+  // it (block-wise paper, Propositions 1 and 6) takes one visit for a pair of half-steps. To columns, grad is the keys'
+  // and v the rows'. The a of a row that was closed is that of a mass of 1 (weight_of), its mass a factor of its own.
   void differentiate() {
     const int64_t deep = rounded_up(p_.dim, L), wide = rounded_up(p_.width, L);
     const W scale = W(scale_ / (ends_on_rows_ ? 1.0 : share_));
-    std::vector<W> of_a(count_), of_b(padded_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
-    std::vector<W> panels(padded_ * p_.width), dv(size_ * wide);
-    pack_tokens(v_, p_.v_strides.token, keys_, p_.width, W(1), panels.data());
+    std::vector<W> of_a(count_), of_b(padded_), own_a(count_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
+    std::vector<W> panels(padded_ * p_.width), dv(size_ * wide), of_columns(p_.to_columns ? rounded_up(p_.width, E) * size_ : 0);
+    const S *of_rows = static_cast<const S*>(slopes_->grad) + index_ * (p_.to_columns ? p_.keys : p_.queries) * p_.width, *of_keys = v_;
+    int64_t row_step = p_.width, key_step = p_.v_strides.token;
+    if (p_.to_columns) std::swap(of_rows, of_keys), std::swap(row_step, key_step);
+    pack_tokens(of_keys, key_step, keys_, p_.width, W(1), panels.data());
+    if (p_.to_columns) ::pack_values<S, W>(of_keys, key_step, keys_, p_.width, nullptr, of_columns.data());
+    const bool is_density = row_mass_ && (p_.rows_first || p_.half_steps > 1);
+    for (int64_t i = 0; i < count_; ++i) own_a[i] = weight_of(i, a_[i], is_density, p_.to_columns) * scale;
     const auto form = [&](int64_t row, int64_t count, const Window& here) {  // <grad_i, v_j>
-      const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
-      take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
+      take_rows(of_rows, row_step, p_.width, row, count, W(1), grads.data());
       const Rows<W> x(0, count, [&](int64_t r) { return &grads[r * wide]; });
       tiles<W>(x, p_.width, panels.data() + here.start * p_.width, E * p_.width, here.wide, z.data(), padded_);
     };
@@ -846,7 +856,7 @@ template <class S, class W> class Head {
       form(row, count, here);
       for (int64_t r = 0; r < count; ++r) {
         W *terms = &z[r * padded_], *own = &weights[r * padded_];
-        const W factor = a_[row + r] * scale;
+        const W factor = own_a[row + r];
         V<W> sum{}, mass{};
         for (int64_t j = 0; j < here.wide; j += L) {
           W* const of_key = &of_b[here.start + j];
@@ -857,11 +867,16 @@ template <class S, class W> class Head {
         of_a[row + r] = sum_of<W>(sum);
         if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, here.wide, of_a[row + r], sum_of<W>(mass));
       }
-      by_rows(count, [&](int64_t r, auto R) {
+      if (p_.to_columns) multiply(Rows<W>(row, row + count, [&](int64_t i) { return &weights[(i - row) * padded_]; }), here.keys,
+          of_columns.data(), E * size_, p_.width, [](int64_t) { return W(1); },
+          [this](int64_t i) { return static_cast<S*>(slopes_->v) + (index_ * p_.queries + rows_[i]) * p_.width; });
+      else by_rows(count, [&](int64_t r, auto R) {
         add_products<R.value>(&weights[r * padded_], padded_, here.keys, &grads[r * wide], wide, &dv[here.start * wide]);
       });
     });
-    put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
+    if (!p_.to_columns) put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
+    of_mass_.assign(count_, W(0));
+    for (int64_t i = 0; i < count_ && !p_.to_columns; ++i) of_mass_[i] = -of_a[i];
 
     std::vector<W> left, right;  // the slopes of the half-steps are K times sum_t left_t right_t
     left.reserve(p_.half_steps * count_), right.reserve(p_.half_steps * padded_);
@@ -869,6 +884,8 @@ template <class S, class W> class Head {
     slopes_->depth[index_] = depth;
     if (slopes_->dual && p_.rows_first) put(of_b, 1, keys_, 1, slopes_->dual, p_.keys);
     else if (slopes_->dual) put(of_a, 1, queries_, 1, slopes_->dual, p_.queries);
+    for (int64_t i = 0; slopes_->mass && i < count_; ++i) of_mass_[i] = row_mass(i) > 0 ? of_mass_[i] / row_mass_[rows_[i]] : W(0);
+    if (slopes_->mass) put(of_mass_, 1, queries_, 1, slopes_->mass, p_.queries);
 
     std::vector<W> keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
     ::pack_values<S, W>(k_, p_.k_strides.token, keys_, p_.dim, nullptr, keys.data());
@@ -880,9 +897,12 @@ template <class S, class W> class Head {
       for (int64_t r = 0; r < count; ++r)
         for (int64_t j = 0; j < here.wide; j += L) {
           W* const slope = &z[r * padded_ + j];
-          const V<W> applied = load(slope) * load(b_ + here.start + j) * (a_[row + r] * scale);
+          const V<W> applied = load(slope) * load(b_ + here.start + j) * own_a[row + r];
           store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
         }
+      for (int64_t r = 0; slopes_->bias && r < count; ++r)
+        for (int64_t j = 0; j < here.keys; ++j)
+          static_cast<S*>(slopes_->bias)[(index_ * p_.queries + rows_[row + r]) * p_.keys + active_[here.start + j]] = S(z[r * padded_ + j]);
       const Rows<W> x(row, row + count, [&](int64_t i) { return &z[(i - row) * padded_]; });
       multiply(x, here.keys, keys.data() + here.start * E, E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
         return static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[i]) * p_.dim;
@@ -916,9 +936,12 @@ template <class S, class W> class Head {
     };
     const auto size_of = [](W sum, W x) { return sum + std::abs(x); };
     const W *a = past_a_.data() + past_a_.size() - count_, *b = past_b_.data() + past_b_.size() - padded_;
+    std::vector<W> own_a(count_);
     for (bool columns = !ends_on_rows_; depth < most; columns = true) {
+      const bool is_density = row_mass_ && (p_.rows_first || a != past_a_.data());
+      for (int64_t i = 0; i < count_; ++i) own_a[i] = weight_of(i, a[i], is_density, true);
       if (columns) {
-        left.insert(left.end(), a, a + count_);
+        left.insert(left.end(), own_a.begin(), own_a.end());
         for (int64_t j = 0; j < padded_; ++j) right.push_back(-of_b[j] * b[j] / W(share_)), of_b[j] = 0;
         ++depth, b -= padded_;
       }
@@ -930,17 +953,17 @@ template <class S, class W> class Head {
         by_rows(count, [&](int64_t r, auto R) {
           if (columns) dots<R.value>(rows + r * stride_, stride_, here.wide, y + here.start, sums + r);
           for (int64_t i = r; i < r + R.value; ++i) {
-            if (columns) of_a[row + i] += a[row + i] * sums[i];
+            if (columns) of_a[row + i] += own_a[row + i] * sums[i];
             x[i] = -of_a[row + i] * a[row + i];
           }
           if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, here.wide, x + r, total_ + here.start);
         });
       });
       if (!closes_rows) {
-        without_gauge(of_a, count_, a);
+        without_gauge(of_a, count_, own_a.data());
         break;
       }
-      for (int64_t i = 0; i < count_; ++i) left.push_back(-of_a[i] * a[i]), of_a[i] = 0;
+      for (int64_t i = 0; i < count_; ++i) left.push_back(-of_a[i] * a[i]), of_mass_[i] += of_a[i], of_a[i] = 0;
       right.insert(right.end(), b, b + padded_);
       for (int64_t j = 0; j < padded_; ++j) of_b[j] += b[j] * total_[j];
       without_gauge(of_b, size_, b);  // rounding of a sum that is 0 would not fade along the chain as the rest does
@@ -963,7 +986,7 @@ template <class S, class W> class Head {
   int64_t dim_, stride_;
   std::vector<Window> windows_;     // of every block of rows
   std::vector<int64_t> before_;     // of a band: the active keys before each
-  std::vector<W> past_a_, past_b_;  // after every half-step, for gradients
+  std::vector<W> past_a_, past_b_, of_mass_;  // after every half-step, for gradients; that of log masses
   bool banded_, kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
