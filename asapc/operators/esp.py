@@ -251,9 +251,9 @@ def _esp_hard(
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix: keys are gathered. The plans are formed
-    where different points tie and share, where a map is wanted and tokens tie, where masked tokens are
-    coupled monotonely, of which each example meets another number, and while a CUDA graph is recorded or
-    a program exported, which must not depend on the data.
+    where different points tie and share, where tokens tie and a map or a gradient is wanted, where masked
+    tokens are coupled monotonely, of which each example meets another number, and while a CUDA graph is
+    recorded or a program exported, which must not depend on the data.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
@@ -277,7 +277,8 @@ def _esp_hard(
     if any(map(tie_apart, ordered, (clouds.q, clouds.k))):
         return formed()
     matching = match(clouds, *ordered, coupling)
-    if v is None and matching.means:
+    # Costs are those of any order of tokens that tie, their gradients not.
+    if matching.means and (v is None or (torch.is_grad_enabled() and clouds.x.requires_grad)):
         return formed()
     cost = matched_costs(clouds, matching, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]

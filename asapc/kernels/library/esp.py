@@ -54,8 +54,8 @@ def esp_gradients(
 ) -> list[Tensor]:  # fmt: skip
     """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty.
 
-    softsort_temperature: of soft sorts, whose gradients are the engine's.  ties: of exact ones, which
-    are constants, those of the slices too.
+    softsort_temperature: of soft sorts.  ties: of exact ones, which are constants, those of the slices
+    too. The engine has them all but those of an exact map.
     """
     given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "keep": keep, "query_keep": query_keep, "slices": slices,
@@ -66,14 +66,17 @@ def esp_gradients(
     if softsort_temperature is not None:
         settings = _with_one_factor(**given, softsort_temperature=softsort_temperature)
         found = native.esp_gradients(grad_out, **settings)
+    elif v is not None and dispatch.no_engine(q) is None:
+        found = native.esp_gradients(grad_out, **_with_one_factor(**given, ties=ties))
     else:
-        hard: Any = reference.esp_hard
-        if v is None:
-            hard = reference.esp_hard_attention
-            del given["v"]
-        needed = dict.fromkeys(WITH_GRADIENT, True)
-        found = of_reference(hard, {**given, "ties": ties}, needed, [grad_out])
+        hard: Any = reference.esp_hard if v is not None else reference.esp_hard_attention
+        needed, own = dict.fromkeys(WITH_GRADIENT, True), {**given, "ties": ties}
+        found = of_reference(hard, own if v is not None else _without_values(**own), needed, [grad_out])
     return fakes.gradients(given, WITH_GRADIENT, found)
+
+
+def _without_values(v: None, **given: Any) -> dict[str, Any]:
+    return given
 
 
 register_fake(esp_gradients, lambda arguments: fakes.gradients(arguments, WITH_GRADIENT))

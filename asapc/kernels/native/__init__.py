@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -372,10 +372,10 @@ def esp_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
     query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, *,
     slice_weight: Tensor | None = None, **settings: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Of esp_soft, by name, for grad_out [B, H, N, E or M] with some keys.
+) -> Mapping[str, Tensor | None]:  # fmt: skip
+    """Of esp_soft or esp_hard, by name, for grad_out [B, H, N, E or M] with some keys.
 
-    The engine has them for projections, and torch goes on from there.
+    The engine has them for projections, which exact sorts have none of, and torch goes on from there.
     """
     given = {"q": q, "k": k, "v": v, "slices": slices, "inverse_temperature": inverse_temperature,
              "slice_weight": slice_weight}  # fmt: skip
@@ -384,11 +384,14 @@ def esp_gradients(
         clouds = clouds_of(leaves["q"], leaves["k"], keep, query_keep, leaves.get("slices"))
         of_weights = leaves["inverse_temperature"], leaves.get("slice_weight")
         made = _of_slices(clouds, leaves.get("v"), *of_weights)
-    slopes = [None if x is None else torch.zeros_like(x) for x in made]
+    constants = [] if "softsort_temperature" in settings else made[3:5]
+    slopes = [None if x is None or any(x is y for y in constants) else torch.zeros_like(x) for x in made]
     _sliced(made, keep, query_keep, grad_out.to(clouds.q.dtype).contiguous(), slopes, **settings)
-    outputs, grads = zip(*((x, slope) for x, slope in zip(made, slopes, strict=True)
-                           if x is not None and x.requires_grad), strict=True)  # fmt: skip
-    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads), strict=True))
+    pairs = [(x, slope) for x, slope in zip(made, slopes, strict=True)
+             if x is not None and slope is not None and x.requires_grad]  # fmt: skip
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _of_slices(

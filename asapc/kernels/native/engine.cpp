@@ -1824,7 +1824,8 @@ struct Esp {
   double temperature, factor;
 };
 
-// Where gradients of soft plans are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before.
+// Where gradients are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before; of exact sorts not of x
+// and y.
 struct EspSlopes {
   const void* grad;
   void *q, *k, *v, *x, *y;
@@ -1997,8 +1998,8 @@ template <class T> class Line : public Ranking<T> {
 // One head, and the weights of its slices.
 template <class T> class SlicedHead {
  protected:
-  SlicedHead(const Esp& p, int64_t index, const Tokens& queries, const Tokens& keys)
-      : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
+  SlicedHead(const Esp& p, const EspSlopes* slopes, int64_t index, const Tokens& queries, const Tokens& keys)
+      : p_(p), slopes_(slopes), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
         index_(index), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
     q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim);
@@ -2022,7 +2023,40 @@ template <class T> class SlicedHead {
     return {T(kept), T(weight)};
   }
 
+  // <C, P> and <Z, P> of a slice, with Z the gradient of sum_l w_l P_l.
+  struct Sums {
+    double cost = 0, wanted = 0;
+  };
+
+  // Gradients of tau and omega. With z_l = <Z, P_l> and D_l = <C, P_l>, body(l, w_l, d_l) is called where w_l is not 0,
+  //
+  //     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
+  //
+  // Returns sum_l w_l z_l.
+  template <class Body> double differentiate(const std::vector<Sums>& found, const Body& body) {
+    const double *omega = p_.omega + index_ * p_.slices, tau = p_.tau[index_], per = p_.mean ? double(n_) : 1.0;
+    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
+    std::vector<double> away, weight;  // costs beyond the lowest, and w
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      away.push_back(found[l].cost / per - best_);
+      of_omega[l] = std::exp(-tau * away[l]) / (best_omega_ * total_);
+      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
+      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
+    }
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
+      if (weight[l] == 0) continue;
+      const double slope = weight[l] * (found[l].wanted - mean);
+      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
+      body(l, T(weight[l]), T(-tau * slope / per));
+    }
+    return mean;
+  }
+
+  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + index_ * size; }
+
   const Esp& p_;
+  const EspSlopes* const slopes_;
   const Tokens &queries_, &keys_;
   const int64_t n_, m_, index_;
   const std::vector<Meeting> meetings_;
@@ -2112,20 +2146,17 @@ template <class T> class Pairs {
 // to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
 // all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
 //
-// Gradients, of which Z is that of sum_l w_l P_l: with z_l = <Z, P_l>, D_l = <C, P_l>
-//
-//     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
-//
-// take a second pass over the slices, once the first one knows all D and z.
+// Gradients take a second pass over the slices, once the first one knows all D and z.
 template <class T> class SoftHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
   static constexpr int64_t kFew = 128;
   using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+  using Base::p_, Base::slopes_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+  using Sums = typename Base::Sums;
 
  public:
   SoftHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), slopes_(slopes), padded_(rounded_up(m_, P)),
+      : Base(p, slopes, index, queries, keys), padded_(rounded_up(m_, P)),
         few_(n_ <= kFew && m_ <= kFew), x_(queries.active), y_(keys.active), pairs_x_(queries.active, p.temperature),
         pairs_y_(keys.active, p.temperature) {
     const int64_t rows = rounded_up(std::max(n_, m_), kRows), wide = pairs_x_.room, most = std::max(wide, padded_);
@@ -2162,16 +2193,15 @@ template <class T> class SoftHead : SlicedHead<T> {
       found.push_back(sums_);
       mix(moved_, kept, weight * T(sums_.wanted - found[0].wanted));
     }
-    if (slopes_) differentiate(found);
-    else apply();
+    if (!slopes_) return apply();
+    const double mean = this->differentiate(found, [this](int64_t l, T weight, T of_cost) { add_slice(l, weight, of_cost); });
+    const double per = p_.mean ? double(n_) : 1.0;
+    add_cost(T(mean - found[0].wanted), T(-p_.tau[this->index_] / (per * this->total_)));
+    const T factor = T(p_.factor / this->total_);
+    if (p_.v) multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, factor, this->template of_head<T>(slopes_->v, p_.keys * p_.width));
   }
 
  private:
-  // <C, P> and <Z, P> of a slice.
-  struct Sums {
-    double cost = 0, wanted = 0;
-  };
-
   // x y' of all queries and keys, or their squared distances.
   template <bool squares> void form(const T* x, const T* y, int64_t depth, T* to) {
     pack_tokens(y, depth, keys_, depth, T(1), panels_);
@@ -2322,34 +2352,10 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + this->index_ * size; }
-
-  void differentiate(const std::vector<Sums>& found) {
-    const double *omega = p_.omega + this->index_ * p_.slices, tau = p_.tau[this->index_], per = p_.mean ? double(n_) : 1.0;
-    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
-    std::vector<double> away, weight;  // costs beyond the lowest, and w
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      away.push_back(found[l].cost / per - this->best_);
-      of_omega[l] = std::exp(-tau * away[l]) / (this->best_omega_ * this->total_);
-      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
-      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
-    }
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
-      if (weight[l] == 0) continue;
-      const double slope = weight[l] * (found[l].wanted - mean);
-      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
-      add_slice(l, T(weight[l]), T(-tau * slope / per));
-    }
-    add_cost(T(mean - found[0].wanted), T(-tau / (per * this->total_)));
-    if (p_.v)
-      multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, T(p_.factor / this->total_), of_head<T>(slopes_->v, p_.keys * p_.width));
-  }
-
   // Gradients of a slice's numbers.
   void add_slice(int64_t l, T weight, T of_cost) {
-    T* const x = of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
-    T* const y = of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
+    T* const x = this->template of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
+    T* const y = this->template of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
     const T *line_x = this->lines_x_ + l * p_.queries, *line_y = this->lines_y_ + l * p_.keys;
     if (!pairs_x_.place(line_x) || !pairs_y_.place(line_y)) {
       for (int64_t i : queries_.active) x[i] = T(std::nan(""));
@@ -2398,7 +2404,8 @@ template <class T> class SoftHead : SlicedHead<T> {
 
   // Gradients of points by their distances', factor (moved - mean others).
   void add_cost(T mean, T factor) {
-    T *const to_q = of_head<T>(slopes_->q, p_.queries * p_.dim), *const to_k = of_head<T>(slopes_->k, p_.keys * p_.dim);
+    T* const to_q = this->template of_head<T>(slopes_->q, p_.queries * p_.dim);
+    T* const to_k = this->template of_head<T>(slopes_->k, p_.keys * p_.dim);
     for (int64_t i = 0; i < n_; ++i)
       for (int64_t j = 0; j < m_; ++j) {
         const int64_t at = i * padded_ + j, query = queries_.active[i] * p_.dim, key = keys_.active[j] * p_.dim;
@@ -2411,7 +2418,6 @@ template <class T> class SoftHead : SlicedHead<T> {
       }
   }
 
-  const EspSlopes* const slopes_;
   const int64_t padded_;
   const bool few_;
   const Tokens rows_{nullptr, n_, 0};
@@ -2428,32 +2434,52 @@ template <class T> class SoftHead : SlicedHead<T> {
 template <class T> class HardHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>;
   using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_;
+  using Base::p_, Base::slopes_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_;
+  using Sums = typename Base::Sums;
 
  public:
-  HardHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), depth_(rounded_up(p.dim, L)), width_(rounded_up(p.width, L)),
+  HardHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, slopes, index, queries, keys), depth_(rounded_up(p.dim, L)), width_(rounded_up(p.width, L)),
         x_(queries.active), y_(keys.active) {
-    scratch.reserve(((n_ + m_) * depth_ + (n_ + 2 * m_ + 1) * width_) * sizeof(T));
+    const int64_t back = slopes ? (n_ + m_) * depth_ + (2 * n_ + m_) * width_ : 0;
+    scratch.reserve(((n_ + m_) * depth_ + (n_ + 2 * m_ + 1) * width_ + back) * sizeof(T));
     points_x_ = scratch.take<T>(n_ * depth_), points_y_ = scratch.take<T>(m_ * depth_);
     values_ = scratch.take<T>(m_ * width_), means_ = scratch.take<T>(m_ * width_);
     mixed_ = scratch.take<T>(n_ * width_), received_ = scratch.take<T>(width_);
     copy(this->q_, p.dim, queries, depth_, points_x_), copy(this->k_, p.dim, keys, depth_, points_y_);
     copy(this->v_, p.width, keys, width_, values_), std::fill_n(mixed_, n_ * width_, T(0));
+    if (!slopes) return;
+    grads_ = scratch.take<T>(n_ * width_), grad_means_ = scratch.take<T>(n_ * width_);
+    of_x_ = scratch.take<T>(n_ * depth_), of_y_ = scratch.take<T>(m_ * depth_), of_values_ = scratch.take<T>(m_ * width_);
+    copy(static_cast<const T*>(slopes->grad) + index * p.queries * p.width, p.width, queries, width_, grads_);
+    std::fill_n(of_x_, n_ * depth_, T(0)), std::fill_n(of_y_, m_ * depth_, T(0)), std::fill_n(of_values_, m_ * width_, T(0));
   }
 
   void run() {
+    std::vector<Sums> found;
     for (int64_t l = 0; l < p_.slices; ++l) {
-      rank(x_, this->lines_x_ + l * p_.queries, points_x_);
-      rank(y_, this->lines_y_ + l * p_.keys, points_y_);
-      if (x_.tied() || y_.tied()) meet_in_groups();
-      const std::vector<Meeting>& met = x_.tied() || y_.tied() ? grouped_ : meetings_;
-      double cost = 0;
-      for (const Meeting& pair : met) cost += pair.mass * double(between(pair.query, pair.key));
-      const auto [kept, weight] = this->joined(l, cost);
+      const std::vector<Meeting>& met = meet(l);
+      Sums sums;
+      for (const Meeting& pair : met) sums.cost += pair.mass * double(between(pair.query, pair.key));
+      const auto [kept, weight] = this->joined(l, sums.cost);
+      if (slopes_) {
+        for (const auto& [g, h, mass] : met) {
+          T product;
+          dots<1>(grad_of(g), 0, width_, value_of(h), &product);
+          sums.wanted += p_.factor * mass * double(product);
+        }
+        found.push_back(sums);
+        continue;
+      }
       for (int64_t i = 0; kept != T(1) && i < n_ * width_; i += L)
         store(mixed_ + i, load(mixed_ + i) * kept);
       add(met, weight);
+    }
+    if (slopes_) {
+      this->differentiate(found, [this](int64_t l, T weight, T of_cost) { add_slopes(meet(l), weight, of_cost); });
+      put(of_x_, depth_, queries_, p_.dim, this->template of_head<T>(slopes_->q, p_.queries * p_.dim));
+      put(of_y_, depth_, keys_, p_.dim, this->template of_head<T>(slopes_->k, p_.keys * p_.dim));
+      return put(of_values_, width_, keys_, p_.width, this->template of_head<T>(slopes_->v, p_.keys * p_.width));
     }
     const T factor = T(p_.factor / this->total_);
     for (int64_t i = 0; i < n_; ++i)
@@ -2469,6 +2495,22 @@ template <class T> class HardHead : SlicedHead<T> {
       to += padded;
     }
   }
+
+  static void put(const T* from, int64_t padded, const Tokens& tokens, int64_t size, T* to) {
+    for (int64_t token : tokens.active) std::copy_n(from, size, to + token * size), from += padded;
+  }
+
+  // Who meets in a slice, and the means that groups have.
+  const std::vector<Meeting>& meet(int64_t l) {
+    rank(x_, this->lines_x_ + l * p_.queries, points_x_);
+    rank(y_, this->lines_y_ + l * p_.keys, points_y_);
+    if (y_.tied()) form_means(y_, values_, means_);
+    if (x_.tied() && slopes_) form_means(x_, grads_, grad_means_);
+    if (x_.tied() || y_.tied()) meet_in_groups();
+    return x_.tied() || y_.tied() ? grouped_ : meetings_;
+  }
+  const T* value_of(int64_t h) const { return y_.tied() ? means_ + h * width_ : values_ + y_.order[h] * width_; }
+  const T* grad_of(int64_t g) const { return x_.tied() ? grad_means_ + g * width_ : grads_ + x_.order[g] * width_; }
 
   void rank(Ranking<T>& line, const T* numbers, const T* points) {
     line.sort(numbers, p_.shared, p_.ascending);
@@ -2517,28 +2559,46 @@ template <class T> class HardHead : SlicedHead<T> {
 
   // What every query receives in a slice, times its weight.
   void add(const std::vector<Meeting>& met, T weight) {
-    const T* values = y_.tied() ? means_ : values_;
-    if (y_.tied()) form_means();
     for (size_t i = 0; i < met.size();) {
       const int64_t g = met[i].query, row = x_.starts[g], rows = x_.starts[g + 1] - row;
       T* to = rows == 1 ? mixed_ + x_.order[row] * width_ : received_;
       if (rows > 1) std::fill_n(received_, width_, T(0));
       for (; i < met.size() && met[i].query == g; ++i) {
-        const int64_t h = met[i].key;
         const T share = weight * T(met[i].mass / double(rows));
-        add_row(share, values + (y_.tied() ? h : y_.order[h]) * width_, to);
+        add_row(share, value_of(met[i].key), to);
       }
       for (int64_t r = row; rows > 1 && r < row + rows; ++r)
         add_row(T(1), received_, mixed_ + x_.order[r] * width_);
     }
   }
 
-  void form_means() {
-    for (size_t h = 0; h + 1 < y_.starts.size(); ++h) {
-      std::fill_n(means_ + h * width_, width_, T(0));
-      const T share = T(1) / T(y_.starts[h + 1] - y_.starts[h]);
-      for (int64_t s = y_.starts[h]; s < y_.starts[h + 1]; ++s)
-        add_row(share, values_ + y_.order[s] * width_, means_ + h * width_);
+  // Gradients of values and of points, by their distances, from a slice.
+  void add_slopes(const std::vector<Meeting>& met, T weight, T of_cost) {
+    for (const auto& [g, h, mass] : met) {
+      const double rows = double(x_.starts[g + 1] - x_.starts[g]), columns = double(y_.starts[h + 1] - y_.starts[h]);
+      const T share = weight * T(p_.factor * mass / columns), each = of_cost * T(mass / (rows * columns));
+      for (int64_t s = y_.starts[h]; s < y_.starts[h + 1]; ++s) {
+        add_row(share, grad_of(g), of_values_ + y_.order[s] * width_);
+        for (int64_t r = x_.starts[g]; each != 0 && r < x_.starts[g + 1]; ++r) pull(x_.order[r], y_.order[s], each);
+      }
+    }
+  }
+
+  void pull(int64_t i, int64_t j, T slope) {
+    const T away = p_.squared ? T(0.5) : distance(i, j), factor = away == 0 ? T(0) : slope / away;
+    for (int64_t d = 0; d < depth_; d += L) {
+      T *const to_x = of_x_ + i * depth_ + d, *const to_y = of_y_ + j * depth_ + d;
+      const V<T> part = (load(points_x_ + i * depth_ + d) - load(points_y_ + j * depth_ + d)) * factor;
+      store(to_x, load(to_x) + part), store(to_y, load(to_y) - part);
+    }
+  }
+
+  void form_means(const Ranking<T>& line, const T* from, T* to) const {
+    for (size_t h = 0; h + 1 < line.starts.size(); ++h) {
+      std::fill_n(to + h * width_, width_, T(0));
+      const T share = T(1) / T(line.starts[h + 1] - line.starts[h]);
+      for (int64_t s = line.starts[h]; s < line.starts[h + 1]; ++s)
+        add_row(share, from + line.order[s] * width_, to + h * width_);
     }
   }
 
@@ -2549,7 +2609,7 @@ template <class T> class HardHead : SlicedHead<T> {
   const int64_t depth_, width_;
   Ranking<T> x_, y_;
   std::vector<Meeting> grouped_;
-  T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_;
+  T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_, *grads_, *grad_means_, *of_x_, *of_y_, *of_values_;
 };
 
 template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
@@ -2559,7 +2619,7 @@ template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
     const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
     if (queries.none || keys.none) return;
     if (p.softly) SoftHead<T>(p, slopes, index, scratch, queries, keys).run();
-    else HardHead<T>(p, index, scratch, queries, keys).run();
+    else HardHead<T>(p, slopes, index, scratch, queries, keys).run();
   });
 }
 
