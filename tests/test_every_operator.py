@@ -175,9 +175,9 @@ def test_every_operator_is_among_the_calls() -> None:
         if name.startswith("asapc::")
     }
     called = {operator._qualified_op_name.removeprefix("asapc::") for operator, _ in CALLS.values()}
-    # Within a gradient, the first of them on GPUs alone; marks in a graph, which compute nothing.
-    of_gradients = {"loop_gradients", "esp_gradients", "lot_gradients"}
-    assert registered - called == {*of_gradients, "child", "holds", "seen"}
+    # Beside those within a gradient, marks in a graph, which compute nothing.
+    inner = {name for name in registered - called if not name.endswith("_gradients")}
+    assert inner == {"child", "holds", "seen"}
 
 
 def reference_of(operator: Any) -> Any:

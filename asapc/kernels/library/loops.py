@@ -17,14 +17,12 @@ from torch._library.custom_ops import CustomOpDef
 from asapc.ir import Stabiliser
 from asapc.kernels import band, dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
-from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero, of_reference
-from asapc.kernels.library.registration import Plain, operator, register_fake
+from asapc.kernels.library.gradients import AsLoop, ByKernels, differentiate, from_zero
+from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task, changes
 from asapc.operators import asap as asap_reference
-from asapc.operators import lot as lot_reference
 from asapc.operators import plan as plan_reference
 from asapc.operators.catalogue import HYBRIDS
 from asapc.operators.fitted_sinkhorn import scaled
@@ -37,8 +35,6 @@ from asapc.operators.sinkhorn import (
     score_matrix,
     widen,
 )
-
-LOT_TENSORS = ("q", "k", "v", "key_bias", "pivots", "pivot_mass", "pivot_weight")
 
 
 def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
@@ -186,32 +182,9 @@ def _lot(
     return out
 
 
-@operator
-@torch.inference_mode(False)  # which an operator's kernel may not record gradients without
-@torch.no_grad()
-def lot_gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
-    key_bias: Tensor | None, pivots: Tensor, pivot_mass: Tensor, query_multiplier: float,
-    key_multiplier: float, query_half_steps: int, queries_first: bool, key_half_steps: int,
-    keys_first: bool, output_factor: Sequence[float], interleaved: bool, pivot_weight: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Of operators.lot.lot with respect to LOT_TENSORS; empty for what is not there."""
-    given = dict(locals())
-    del given["grad_out"]
-    found = native.lot_gradients(grad_out, **given)
-    if found is None:
-        found = of_reference(lot_reference.lot, given, dict.fromkeys(LOT_TENSORS, True), [grad_out])
-    return fakes.gradients(given, LOT_TENSORS, found)
-
-
-register_fake(lot_gradients, lambda arguments: fakes.gradients(arguments, LOT_TENSORS))
-
-
-def _lot_by_kernels(arguments: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:
-    steps = arguments["query_half_steps"], arguments["key_half_steps"]
-    if "v" not in arguments or 0 in steps or dispatch.no_engine(arguments["q"]) is not None:
-        return None
-    return dict(zip(LOT_TENSORS, lot_gradients(grad, **arguments), strict=True))
+def _lot_takes(given: Mapping[str, Any]) -> bool:
+    steps = given["query_half_steps"], given["key_half_steps"]
+    return "v" in given and 0 not in steps and dispatch.no_engine(given["q"]) is None
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
@@ -285,7 +258,8 @@ attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, a
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
 attention("stabilised_sinkhorn", _stabilised)
 attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))
-attention("lot", _lot, partial(differentiate, by_kernels=_lot_by_kernels))
+_LOT = ByKernels(native.lot_gradients, _lot_takes)
+attention("lot", _lot, partial(differentiate, by_kernels=_LOT))
 attention("plan", _plan, at_once=_at_once)
 attention("fitted_sinkhorn", _run_parts, _gradient)
 for _name in HYBRIDS.values():
