@@ -29,11 +29,11 @@ from asapc.operators.matching import (
     gather_sum,
     match,
     matched_costs,
-    ranked,
+    orders_of,
     recomputed,
     scatter_sum,
     slice_weights,
-    tie_apart,
+    tie,
 )
 from asapc.operators.pair import pair
 from asapc.operators.ranks import (
@@ -251,9 +251,9 @@ def _esp_hard(
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix: keys are gathered. The plans are formed
-    where different points tie and share, where tokens tie and a map or a gradient is wanted, where masked
-    tokens are coupled monotonely, of which each example meets another number, and while a CUDA graph is
-    recorded or a program exported, which must not depend on the data.
+    where tokens tie and share, where masked tokens are coupled monotonely, of which each example meets
+    another number, and while a CUDA graph is recorded or a program exported, which must not depend on the
+    data.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
@@ -273,13 +273,10 @@ def _esp_hard(
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
         return clouds.q.new_zeros(*clouds.q.shape[:3], width)
-    ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
-    if any(map(tie_apart, ordered, (clouds.q, clouds.k))):
+    orders, masks = orders_of(clouds, ties), (clouds.query_keep, clouds.keep)
+    if ties == "shared" and any(map(tie, (clouds.x, clouds.y), orders, masks)):
         return formed()
-    matching = match(clouds, *ordered, coupling)
-    # Costs are those of any order of tokens that tie, their gradients not.
-    if matching.means and (v is None or (torch.is_grad_enabled() and clouds.x.requires_grad)):
-        return formed()
+    matching = match(clouds, *orders, coupling)
     cost = matched_costs(clouds, matching, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
     weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
