@@ -29,7 +29,7 @@ def _with_one_factor(
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
     name, reason = plain.func.__name__, dispatch.no_engine(q)
-    if v is None and name != reference.esp_soft_attention.__name__:
+    if name.startswith("esp_released_hard"):
         reason = dispatch.MAP
     if reason is not None:
         return dispatch.plainly(plain, q, k, reason)
@@ -38,9 +38,8 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
 
 
 def _gradients(grad_out: Tensor, **given: Any) -> Mapping[str, Tensor | None] | None:
-    """Of exact maps there are none; exact sorts are constants, those of the slices too."""
-    exact = "softsort_temperature" not in given
-    if (exact and "v" not in given) or dispatch.no_engine(given["q"]) is not None:
+    """Exact sorts are constants, those of the slices too."""
+    if dispatch.no_engine(given["q"]) is not None:
         return None
     return native.esp_gradients(grad_out, **_with_one_factor(**given))
 

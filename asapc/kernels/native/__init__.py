@@ -363,7 +363,8 @@ def esp(
     clouds, wanted = clouds_of(q, k, keep, query_keep, slices), q if v is None else v
     out = clouds.q.new_zeros(*q.shape[:3], k.shape[2] if v is None else v.shape[3])
     if out.numel() and k.shape[2]:
-        tensors = _of_slices(clouds, v, inverse_temperature, slice_weight)
+        exact = "softsort_temperature" not in settings
+        tensors = _of_slices(clouds, v, inverse_temperature, slice_weight, exact)
         _sliced(tensors, keep, query_keep, out, None, **settings)
     return out.to(wanted.dtype)
 
@@ -383,8 +384,9 @@ def esp_gradients(
     with torch.enable_grad():
         clouds = clouds_of(leaves["q"], leaves["k"], keep, query_keep, leaves.get("slices"))
         of_weights = leaves["inverse_temperature"], leaves.get("slice_weight")
-        made = _of_slices(clouds, leaves.get("v"), *of_weights)
-    constants = [] if "softsort_temperature" in settings else made[3:5]
+        exact = "softsort_temperature" not in settings
+        made = _of_slices(clouds, leaves.get("v"), *of_weights, exact)
+    constants = made[3:5] if exact else []
     slopes = [None if x is None or any(x is y for y in constants) else torch.zeros_like(x) for x in made]
     _sliced(made, keep, query_keep, grad_out.to(clouds.q.dtype).contiguous(), slopes, **settings)
     pairs = [(x, slope) for x, slope in zip(made, slopes, strict=True)
@@ -395,13 +397,16 @@ def esp_gradients(
 
 
 def _of_slices(
-    clouds: SlicedClouds, v: Tensor | None, inverse_temperature: Tensor, slice_weight: Tensor | None
+    clouds: SlicedClouds, v: Tensor | None, inverse_temperature: Tensor, slice_weight: Tensor | None,
+    exact: bool,
 ) -> list[Tensor | None]:
     """q, k, v, x, y, tau [B, H] and omega [B, H, L], as the engine reads them."""
     heads, tau = clouds.q.shape[:2], inverse_temperature.double()
     omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
     v = None if v is None else v.to(clouds.q.dtype)
     weights = tau.expand(heads), omega.expand(*heads, clouds.num_slices)
+    if v is None and exact:  # the map is A I
+        v = torch.eye(clouds.k.shape[2], dtype=clouds.q.dtype).expand(*heads, -1, -1)
     tensors = (clouds.q, clouds.k, v, clouds.x, clouds.y, *weights)
     return [None if x is None else x.contiguous() for x in tensors]
 
