@@ -34,12 +34,6 @@ class Matching:
     keys: tuple[Tensor, ...]
     shares: tuple[Tensor, ...] | None
 
-    def weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and their entries [B, H, K L, N].  weights: of the slices [B, H, L, N]."""
-        if self.shares is None:
-            return self.keys[0], weights
-        return torch.cat(self.keys, 2), torch.cat([weights * share for share in self.shares], 2)
-
 
 def orders_of(clouds: Clouds, ties: Ties) -> tuple[Tensor, Tensor]:
     """The token of every rank, of queries [B, H, L, N] and of keys [B, H, L, M]."""
@@ -167,19 +161,10 @@ def slice_weights(
 
 def gather_sum(matching: Matching, v: Tensor, weights: Tensor) -> Tensor:
     """out_i = sum_l w_l (P_l v)_i: [B, H, N, E].  v: [B, H, M, E]; weights: [B, H, L, N]."""
-    rows, entries = matching.weighted(weights)
+    rows, shares = torch.cat(matching.keys, 2), matching.shares
+    entries = weights if shares is None else torch.cat([weights * share for share in shares], 2)
     batch, heads, count, queries = rows.shape
     rows, entries = (t.transpose(2, 3).reshape(-1, count) for t in (rows, entries))
     table = v.flatten(0, 2)
     out = embedding_bag(rows, table, mode="sum", per_sample_weights=entries.to(table.dtype))
     return out.view(batch, heads, queries, v.shape[3])
-
-
-def scatter_sum(matching: Matching, width: int, weights: Tensor) -> Tensor:
-    """The map that gather_sum multiplies by v, [B, H, N, M], where nothing ties.  width: M."""
-    rows, entries = matching.weighted(weights)
-    keys, (batch, heads, count, queries) = rows % width, rows.shape
-    result = entries.new_zeros(batch, heads, queries, width)
-    for index in range(count):  # one entry a row each: the order of sums is fixed
-        result.scatter_add_(3, *(part[:, :, index, :, None] for part in (keys, entries)))
-    return result

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asapc.kernels import dispatch, native
@@ -20,11 +21,14 @@ from asapc.operators import esp as reference
 
 
 def _with_one_factor(
-    q: Tensor, k: Tensor, output_factor: float, query_power: int = 0, key_power: int = 0, **others: Any
-) -> dict[str, Any]:
+    q: Tensor, k: Tensor, output_factor: float, v: Tensor | None = None, query_power: int = 0,
+    key_power: int = 0, **others: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The same arguments, as the kernels take them."""
     factor = reference.with_lengths(output_factor, q, k, query_power, key_power)
-    return {"q": q, "k": k, "v": None, "output_factor": factor, **others}
+    if v is None and "softsort_temperature" not in others:  # the map is A I
+        v = torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1)
+    return {"q": q, "k": k, "v": v, "output_factor": factor, **others}
 
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:

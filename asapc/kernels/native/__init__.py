@@ -188,8 +188,8 @@ def lot(keep: Tensor | None, query_keep: Tensor | None, **given: Any) -> tuple[T
     z, mass, q, k, v, bias, weight = parts.values()
     mixed, widest = sinkhorn_loop(z, k, v, keep, bias, None, to_keys, mass=mass)
     mixed = masked(mixed * weight, keep, None)
-    settings = {"mass": mass, "to_columns": True}
-    out, wider = sinkhorn_loop(z, q, mixed, query_keep, None, None, to_queries, **settings)
+    given_too = (z, q, mixed, query_keep, None, None, to_queries)
+    out, wider = sinkhorn_loop(*given_too, mass=mass, to_columns=True)
     return out.to(given["v"].dtype), max(widest, wider)
 
 
@@ -205,12 +205,13 @@ def lot_gradients(
         parts, to_keys, to_queries = _lot_parts(keep=keep, query_keep=query_keep, **given | leaves)
     made = {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.requires_grad}
     z, mass, q, k, v, bias, weight = (x.detach() if isinstance(x, Tensor) else x for x in parts.values())
-    of_z, of_mass, of_q, of_k, of_v, of_bias, _ = (
-        torch.zeros_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else None
-        for x in parts.values()
-    )
     mixed, _ = sinkhorn_loop(z, k, v, keep, bias, None, to_keys, mass=mass)
-    z_too, mass_too, of_mixed = (torch.zeros_like(x) for x in (of_z, of_mass, mixed))
+
+    def zeros(x: Any) -> Any:
+        return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    of_z, of_mass, of_q, of_k, of_v, of_bias = map(zeros, (z, mass, q, k, v, bias))
+    z_too, mass_too, of_mixed = map(zeros, (z, mass, mixed))
     depth, tail = torch.full((2, *q.shape[:2]), -1), Tail(max(to_keys.half_steps, to_queries.half_steps))
     sinkhorn_gradients(
         masked(grad_out, keep, None), z, q, mixed * weight, query_keep, None, None, to_queries, tail,
@@ -363,8 +364,7 @@ def esp(
     clouds, wanted = clouds_of(q, k, keep, query_keep, slices), q if v is None else v
     out = clouds.q.new_zeros(*q.shape[:3], k.shape[2] if v is None else v.shape[3])
     if out.numel() and k.shape[2]:
-        exact = "softsort_temperature" not in settings
-        tensors = _of_slices(clouds, v, inverse_temperature, slice_weight, exact)
+        tensors = _of_slices(clouds, v, inverse_temperature, slice_weight)
         _sliced(tensors, keep, query_keep, out, None, **settings)
     return out.to(wanted.dtype)
 
@@ -384,29 +384,25 @@ def esp_gradients(
     with torch.enable_grad():
         clouds = clouds_of(leaves["q"], leaves["k"], keep, query_keep, leaves.get("slices"))
         of_weights = leaves["inverse_temperature"], leaves.get("slice_weight")
-        exact = "softsort_temperature" not in settings
-        made = _of_slices(clouds, leaves.get("v"), *of_weights, exact)
-    constants = made[3:5] if exact else []
-    slopes = [None if x is None or any(x is y for y in constants) else torch.zeros_like(x) for x in made]
+        made = _of_slices(clouds, leaves.get("v"), *of_weights)
+    slopes = [None if x is None else torch.zeros_like(x) for x in made]
     _sliced(made, keep, query_keep, grad_out.to(clouds.q.dtype).contiguous(), slopes, **settings)
-    pairs = [(x, slope) for x, slope in zip(made, slopes, strict=True)
-             if x is not None and slope is not None and x.requires_grad]  # fmt: skip
-    outputs, grads = zip(*pairs, strict=True)
+    exact = "softsort_temperature" not in settings  # whose projections are constants
+    outputs, grads = zip(*((x, slope) for i, (x, slope) in enumerate(zip(made, slopes, strict=True))
+                           if x is not None and x.requires_grad and not (exact and i in (3, 4))),
+                         strict=True)  # fmt: skip
     found = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True)
     return dict(zip(leaves, found, strict=True))
 
 
 def _of_slices(
-    clouds: SlicedClouds, v: Tensor | None, inverse_temperature: Tensor, slice_weight: Tensor | None,
-    exact: bool,
+    clouds: SlicedClouds, v: Tensor | None, inverse_temperature: Tensor, slice_weight: Tensor | None
 ) -> list[Tensor | None]:
     """q, k, v, x, y, tau [B, H] and omega [B, H, L], as the engine reads them."""
     heads, tau = clouds.q.shape[:2], inverse_temperature.double()
     omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
     v = None if v is None else v.to(clouds.q.dtype)
     weights = tau.expand(heads), omega.expand(*heads, clouds.num_slices)
-    if v is None and exact:  # the map is A I
-        v = torch.eye(clouds.k.shape[2], dtype=clouds.q.dtype).expand(*heads, -1, -1)
     tensors = (clouds.q, clouds.k, v, clouds.x, clouds.y, *weights)
     return [None if x is None else x.contiguous() for x in tensors]
 
