@@ -401,15 +401,11 @@ def test_released_hard_takes_the_first_of_equal_tops() -> None:
 
 
 MANY = {"many": (3, 2, 150, 131, 3, 2)}  # whose plans are formed by nodes
-EXACT_TOO = (1e-3, 0.5, 1e4, None)
 
 
-@pytest.mark.parametrize(("temperature", "name", "masked"), with_every_shape(EXACT_TOO, MANY))
-def test_gradients_are_within_the_honest_error(
-    temperature: float | None, name: str, masked: bool
-) -> None:
-    """Of products and maps, with respect to all that has one; of a huge cloud too, and in bfloat16.
-    Without a temperature of exact sorts, some of which tie, as different points in them do."""
+@pytest.mark.parametrize(("temperature", "name", "masked"), with_every_shape((1e-3, 1, 1e4, None), MANY))
+def test_gradients_are_within_the_honest_error(temperature: Any, name: str, masked: bool) -> None:
+    """Of products and maps, of a huge cloud too, in bfloat16 and, at no temperature, of exact sorts."""
     shape = (SHAPES | MANY)[name]
     heads, dim, squared = shape[1], shape[4], shape[0] == 3
     q, k, v, keep, query_keep = problem(shape, masked, 1e3 if name == "tails" and masked else 1.0)

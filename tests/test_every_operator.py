@@ -176,8 +176,7 @@ def test_every_operator_is_among_the_calls() -> None:
     }
     called = {operator._qualified_op_name.removeprefix("asapc::") for operator, _ in CALLS.values()}
     # Beside those within a gradient, marks in a graph, which compute nothing.
-    inner = {name for name in registered - called if not name.endswith("_gradients")}
-    assert inner == {"child", "holds", "seen"}
+    assert {x for x in registered - called if not x.endswith("_gradients")} == {"child", "holds", "seen"}
 
 
 def reference_of(operator: Any) -> Any:
