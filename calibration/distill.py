@@ -42,7 +42,7 @@ from torch.nn import functional
 from asapc.calibration.collect import check_finite, pieces, select
 from asapc.calibration.kept import Kept
 from asapc.calibration.stored import SiteDistillation
-from asapc.calibration.students import COUPLING, TIES, Maker, asked, hybrid_of, maker_of, refusal
+from asapc.calibration.students import COUPLING, Maker, asked, hybrid_of, maker_of, refusal
 from asapc.calibration.teacher import TeacherDuals
 from asapc.device import CPU, moved
 from asapc.errors import InputError
@@ -50,7 +50,7 @@ from asapc.features.coarse import kmeans
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.operators.hybrid import without_first
-from asapc.operators.matching import match, ranked
+from asapc.operators.matching import match, orders_of
 from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import clean_values, factor_terms, factor_value
 from asapc.processes import Part
@@ -474,12 +474,10 @@ def _products(
 
 
 def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> Tensor:
-    """What every slice alone gives to some queries of one example: [H, C, rows, E]."""
+    """What every slice alone gives to some queries of one example, ties in order: [H, C, rows, E]."""
     assert t.v is not None
     clouds = clouds_of(t.q, t.k, t.keep, None, slices)
-    sorted_ = ranked(clouds.x, clouds.query_keep, TIES), ranked(clouds.y, clouds.keep, TIES)
-    matching = match(clouds, *sorted_, COUPLING)
-    table = matching.table(t.v)
+    matching, table = match(clouds, *orders_of(clouds, "descending"), COUPLING), t.v.flatten(0, 2)
     result = t.v.new_zeros(())
     for index, keys in enumerate(matching.keys):
         values = table[keys[..., rows]]

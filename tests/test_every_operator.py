@@ -175,8 +175,8 @@ def test_every_operator_is_among_the_calls() -> None:
         if name.startswith("asapc::")
     }
     called = {operator._qualified_op_name.removeprefix("asapc::") for operator, _ in CALLS.values()}
-    # Within a gradient, the first of them on GPUs alone; marks in a graph, which compute nothing.
-    assert registered - called == {"loop_gradients", "esp_gradients", "child", "holds", "seen"}
+    # Beside those within a gradient, marks in a graph, which compute nothing.
+    assert {x for x in registered - called if not x.endswith("_gradients")} == {"child", "holds", "seen"}
 
 
 def reference_of(operator: Any) -> Any:

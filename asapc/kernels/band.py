@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from asapc.kernels import native
 from asapc.kernels.loop import Gradients, Loop, Tail
 from asapc.operators.banded import seen_keys, within
-from asapc.operators.sinkhorn import clean_values, factor_value, masked
+from asapc.operators.sinkhorn import clean_values, factor_value
 
 FEWEST = 16  # queries of a block
 
@@ -51,9 +51,8 @@ def banded_backward(
     depth = torch.full(heads, -1, device=q.device)
     by_engine = q.is_cpu and native.missing() is None
     if by_engine:
-        factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
-        seen = (masked(grad_out.to(work) * factor, keep, None), q, k, v, keep)
-        native.sinkhorn_gradients(*seen, None, None, loop, tail, slopes, depth, (low, high))
+        seen = (grad_out, q, k, v, keep, None, None)
+        native.sinkhorn_gradients(*seen, loop, tail, slopes, depth, band=(low, high))
     lost = (depth < 0) & (keep is None or keep.any(-1)[:, None])
     if (not by_engine or bool(lost.any())) and (
         band := _of_heads(q, k, v, keep, loop, low, high)

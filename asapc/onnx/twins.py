@@ -287,8 +287,7 @@ def _esp_hard(a: SimpleNamespace) -> Tensor:
 def _gathered(a: SimpleNamespace, order_x: Tensor, order_y: Tensor) -> Tensor:
     """operators.esp.esp_hard without ties, all slices at once: memory O(L N (D + E))."""
     clouds = ranks.clouds_of(a.q, a.k, a.keep, a.query_keep, a.slices)
-    ordered = matching.Ranked(order_x), matching.Ranked(order_y)
-    pairs = matching.match(clouds, *ordered, a.coupling)
+    pairs = matching.match(clouds, order_x, order_y, a.coupling)
     cost = matching.matched_costs(clouds, pairs, a.squared_cost)
     count = ranks.active(clouds.query_keep, clouds.q)[:, None, None]
     weights = matching.slice_weights(cost, a.inverse_temperature, count, a.mean_cost, a.slice_weight)

@@ -77,15 +77,6 @@ def seen_keys(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) ->
     return seen if keep is None else seen & keep
 
 
-def seen_queries(q: Tensor, k: Tensor, keep: Tensor | None, low: int, high: int) -> Tensor:
-    """[B, N] bool, True for queries with an active key in their window."""
-    keep = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if keep is None else keep
-    before = torch.nn.functional.pad(keep.long().cumsum(-1), (1, 0))  # active keys
-    i = torch.arange(q.shape[2], device=q.device)
-    first, end = ((i + bound).clamp(0, k.shape[2]) for bound in (low, high + 1))
-    return before[:, end] > before[:, first]
-
-
 def banded_map(
     scores: Tensor, keep: Tensor | None, half_steps: int, rows_first: bool,
     output_factor: Sequence[float], low: int, high: int, tail: int | None = None,

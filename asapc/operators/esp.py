@@ -29,11 +29,10 @@ from asapc.operators.matching import (
     gather_sum,
     match,
     matched_costs,
-    ranked,
+    orders_of,
     recomputed,
-    scatter_sum,
     slice_weights,
-    tie_apart,
+    tie,
 )
 from asapc.operators.pair import pair
 from asapc.operators.ranks import (
@@ -251,9 +250,9 @@ def _esp_hard(
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix: keys are gathered. The plans are formed
-    where different points tie and share, where a map is wanted and tokens tie, where masked tokens are
-    coupled monotonely, of which each example meets another number, and while a CUDA graph is recorded or
-    a program exported, which must not depend on the data.
+    of a map, where tokens tie and share, where masked tokens are coupled monotonely, of which each
+    example meets another number, and while a CUDA graph is recorded or a program exported, which must not
+    depend on the data.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
@@ -267,26 +266,20 @@ def _esp_hard(
 
     if torch.compiler.is_exporting() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return formed()
-    if coupling == "monotone" and not (keep is None and query_keep is None):
+    if v is None or (coupling == "monotone" and not (keep is None and query_keep is None)):
         return formed()
     clouds = clouds_of(q, k, keep, query_keep, slices)
-    width = clouds.k.shape[2] if v is None else v.shape[3]
-    if 0 in (clouds.x.numel(), clouds.y.numel(), width):
-        return clouds.q.new_zeros(*clouds.q.shape[:3], width)
-    ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
-    if any(map(tie_apart, ordered, (clouds.q, clouds.k))):
+    if 0 in (clouds.x.numel(), clouds.y.numel(), v.shape[3]):
+        return clouds.q.new_zeros(*clouds.q.shape[:3], v.shape[3])
+    orders, masks = orders_of(clouds, ties), (clouds.query_keep, clouds.keep)
+    if ties == "shared" and any(map(tie, (clouds.x, clouds.y), orders, masks)):
         return formed()
-    matching = match(clouds, *ordered, coupling)
-    if v is None and matching.means:
-        return formed()
+    matching = match(clouds, *orders, coupling)
     cost = matched_costs(clouds, matching, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
     weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
-    if v is None:
-        result = scatter_sum(matching, width, weights)
-    else:
-        result = gather_sum(matching, clean_values(widen(v), keep), weights)
+    result = gather_sum(matching, clean_values(widen(v), keep), weights)
     return close(result, keep, query_keep, output_factor)
 
 

@@ -94,7 +94,7 @@ def at_once(scores: Tensor, *settings: Any) -> Tensor | None:
     """`plan` of small matrices without masses, with the settings as a call has them: the engine's first
     answer.  None where more has to be looked at, which computes it again."""
     queries, keys = scores.shape[2:]
-    if queries * keys > SMALL:
+    if not 0 < queries * keys <= SMALL:
         return None
     way = _way_at_once(
         queries, keys, scores.dtype, *[tuple(x) if type(x) is list else x for x in settings]

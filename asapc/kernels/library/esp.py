@@ -1,41 +1,39 @@
 """asapc::esp_soft, asapc::esp_hard, their `_attention` twins and the released hard map.
 
-Their gradients are an operator too, asapc::esp_gradients: the engine's, and those of exact sorting, which
-cannot be traced: what it has to do depends on the data, on what ties. `coupling` and `ties` have
-defaults: programs that were exported without them load, and tied tokens share in them, too.
+`coupling` and `ties` have defaults: programs that were exported without them load, and tied tokens share
+in them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 from asapc.kernels import dispatch, native
-from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import differentiate, of_reference
-from asapc.kernels.library.registration import Plain, operator, register_fake
+from asapc.kernels.library.gradients import ByKernels, differentiate
+from asapc.kernels.library.registration import Plain
 from asapc.operators import esp as reference
-
-WITH_GRADIENT = ("q", "k", "v", "slices", "inverse_temperature", "slice_weight")
 
 
 def _with_one_factor(
-    q: Tensor, k: Tensor, output_factor: float, query_power: int = 0, key_power: int = 0, **others: Any
-) -> dict[str, Any]:
+    q: Tensor, k: Tensor, output_factor: float, v: Tensor | None = None, query_power: int = 0,
+    key_power: int = 0, **others: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The same arguments, as the kernels take them."""
     factor = reference.with_lengths(output_factor, q, k, query_power, key_power)
-    return {"q": q, "k": k, "v": None, "output_factor": factor, **others}
+    if v is None and "softsort_temperature" not in others:  # the map is A I
+        v = torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1)
+    return {"q": q, "k": k, "v": v, "output_factor": factor, **others}
 
 
 def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: Any) -> Any:
     name, reason = plain.func.__name__, dispatch.no_engine(q)
-    if v is None and name != reference.esp_soft_attention.__name__:
+    if name.startswith("esp_released_hard"):
         reason = dispatch.MAP
     if reason is not None:
         return dispatch.plainly(plain, q, k, reason)
@@ -43,55 +41,11 @@ def _esp(plain: Plain, q: Tensor, k: Tensor, v: Tensor | None = None, **_rest: A
     return native.esp(**_with_one_factor(**plain.keywords))
 
 
-@operator
-@torch.inference_mode(False)  # which an operator's kernel may not record gradients without
-@torch.no_grad()
-def esp_gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
-    query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, squared_cost: bool,
-    mean_cost: bool, output_factor: float, coupling: str, slice_weight: Tensor | None, query_power: int,
-    key_power: int, softsort_temperature: float | None, ties: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty.
-
-    softsort_temperature: of soft sorts, whose gradients are the engine's.  ties: of exact ones, which
-    are constants, those of the slices too.
-    """
-    given: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "keep": keep, "query_keep": query_keep, "slices": slices,
-        "inverse_temperature": inverse_temperature, "squared_cost": squared_cost, "mean_cost": mean_cost,
-        "output_factor": output_factor, "coupling": coupling, "slice_weight": slice_weight,
-        "query_power": query_power, "key_power": key_power,
-    }  # fmt: skip
-    if softsort_temperature is not None:
-        settings = _with_one_factor(**given, softsort_temperature=softsort_temperature)
-        found = native.esp_gradients(grad_out, **settings)
-    else:
-        hard: Any = reference.esp_hard
-        if v is None:
-            hard = reference.esp_hard_attention
-            del given["v"]
-        needed = dict.fromkeys(WITH_GRADIENT, True)
-        found = of_reference(hard, {**given, "ties": ties}, needed, [grad_out])
-    grads = []
-    for name in WITH_GRADIENT:
-        x, grad = given.get(name), found.get(name)
-        grads.append(q.new_empty(0) if x is None else x.new_zeros(x.shape) if grad is None else grad)
-    dq, dk, dv, of_slices, of_tau, of_omega = grads
-    return dq, dk, dv, of_slices, of_tau, of_omega
-
-
-register_fake(esp_gradients, lambda arguments: fakes.gradients(arguments, *WITH_GRADIENT))
-
-
-def _by_kernels(arguments: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:
-    """Gradients by name; None for those of soft sorts where there is no engine."""
-    soft = "softsort_temperature" in arguments
-    if soft and dispatch.no_engine(arguments["q"]) is not None:
+def _gradients(grad_out: Tensor, **given: Any) -> Mapping[str, Tensor | None] | None:
+    """Exact sorts are constants, those of the slices too."""
+    if dispatch.no_engine(given["q"]) is not None:
         return None
-    given = {"v": None, "softsort_temperature": None, "ties": None, **arguments}
-    found = dict(zip(WITH_GRADIENT, esp_gradients(grad_out=grad, **given), strict=True))
-    return found if soft else {name: x for name, x in found.items() if name != "slices"}
+    return native.esp_gradients(grad_out, **_with_one_factor(**given))
 
 
 def _twice_differentiable(v: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -100,10 +54,10 @@ def _twice_differentiable(v: Tensor | None = None, **arguments: Any) -> Tensor:
     return dense if v is None else dense @ v
 
 
-def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tensor]) -> None:
-    differentiate(registered, _twice_differentiable, by_kernels=_by_kernels)
+_BY_KERNELS = ByKernels(_gradients, lambda given: dispatch.no_engine(given["q"]) is None)
+# What exact sorting has to do depends on the data, on what ties: it cannot be traced.
+_OPAQUE = ByKernels(_gradients, lambda given: True, ("slices",))
 
-
-attention("esp_soft", _esp, partial(differentiate, by_kernels=_by_kernels))
-attention("esp_hard", _esp, _differentiate_hard)
+attention("esp_soft", _esp, partial(differentiate, by_kernels=_BY_KERNELS))
+attention("esp_hard", _esp, partial(differentiate, by_kernels=_OPAQUE, twice=_twice_differentiable))
 attention("esp_released_hard", _esp, None)

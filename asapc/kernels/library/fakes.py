@@ -6,7 +6,7 @@ the sizes that its tensors share are noted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,15 @@ def rows_kept(arguments: Mapping[str, Any]) -> Tensor:
     return bias.new_empty((*bias.shape[:-1], 1), dtype=torch.bool)
 
 
-def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
-    """One of the size of each of these arguments, empty where it is not given."""
+def gradients(
+    arguments: Mapping[str, Any], names: Sequence[str], found: Mapping[str, Tensor | None] | None = None
+) -> list[Tensor]:
+    """One of the size of each of these arguments, empty where it is not given.  found: gradients that
+    they are, 0 where there is none."""
     q: Tensor = arguments["q"]
-    given = (arguments[name] for name in names)
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
+    given = {name: arguments.get(name) for name in names}
+    if found is None:
+        return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given.values()]
+    pairs = ((x, found.get(name)) for name, x in given.items())
+    return [q.new_empty(0) if x is None else torch.zeros_like(x) if grad is None else grad
+            for x, grad in pairs]  # fmt: skip

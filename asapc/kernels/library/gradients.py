@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from asapc.ir import Side
 from asapc.kernels import band, dispatch
 from asapc.kernels.cpu.gradients import sinkhorn_backward as cpu_backward
 from asapc.kernels.library import fakes
-from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
+from asapc.kernels.library.registration import Plain, bound, operator, register_fake, without_autocast
 from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_reference
 from asapc.operators import sinkhorn as sinkhorn_reference
@@ -52,7 +53,7 @@ def loop_gradients(
 def _loop_gradients_fake(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     q = arguments["q"]
     depth = q.new_empty(q.shape[:2], dtype=torch.int64)
-    return (*fakes.gradients(arguments, "q", "k", "v", "start"), depth)
+    return (*fakes.gradients(arguments, ("q", "k", "v", "start")), depth)
 
 
 register_fake(loop_gradients, _loop_gradients_fake)
@@ -140,17 +141,56 @@ def saved(ctx: Any, registered: CustomOpDef) -> tuple[dict[str, Any], dict[str, 
     return arguments, dict(zip(arguments, ctx.needs_input_grad, strict=False))
 
 
+class ByKernels(NamedTuple):
+    """Kernels for an operator's gradient: an operator, too, asapc::<its name>_gradients.
+
+    run: (gradient of the output, **arguments) -> gradients by name, None where there is no kernel: then
+    the reference has them.  takes: whether arguments by name go to it, and are not traced.  constants:
+    tensors without a gradient.
+    """
+
+    run: Callable[..., Mapping[str, Tensor | None] | None]
+    takes: Callable[[Mapping[str, Any]], bool]
+    constants: tuple[str, ...] = ()
+
+    def registered(self, reference: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
+        signature, kinds = inspect.signature(reference), get_type_hints(reference)
+        others, tensors = {"keep", "query_keep", "return", *self.constants}, (Tensor, Tensor | None)
+        names = [name for name, kind in kinds.items() if kind in tensors and name not in others]
+
+        def gradients(grad_out: Tensor, **arguments: Any) -> list[Tensor]:
+            found = of_reference(reference, arguments, dict.fromkeys(names, True), [grad_out])
+            return fakes.gradients(arguments, names, found)
+
+        @torch.inference_mode(False)  # which an operator's kernel may not record gradients without
+        @torch.no_grad()
+        def run(plain: Plain, grad_out: Tensor, **arguments: Any) -> list[Tensor]:
+            found = self.run(grad_out, **arguments)
+            return plain() if found is None else fakes.gradients(arguments, names, found)
+
+        first = inspect.signature(gradients).parameters["grad_out"]
+        parameters = [first, *signature.parameters.values()]
+        gradients.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        gradients.__name__ = f"{reference.__name__}_gradients"
+        gradients.__annotations__ = {"grad_out": Tensor, **kinds, "return": list[Tensor]}
+        own = operator(gradients, run)
+        register_fake(own, lambda arguments: fakes.gradients(arguments, names))
+        return lambda grad_out, arguments: dict(zip(names, own(grad_out, **arguments), strict=True))
+
+
 def differentiate(
     registered: CustomOpDef,
     reference: Callable[..., Tensor | tuple[Tensor, ...]],
     as_loop: AsLoop | None = None,
-    by_kernels: Callable[[Mapping[str, Any], Tensor], dict[str, Tensor] | None] | None = None,
+    by_kernels: ByKernels | None = None,
+    twice: Callable[..., Tensor] | None = None,
 ) -> None:
     """Register the gradient, recomputed in backward: only inputs are saved.
 
     as_loop: of an operator whose gradient the loop's kernels may have.  by_kernels: of others that have
-    kernels for it, (arguments, gradient of the output) -> gradients by name, None where they do not run.
+    kernels for it.  twice: in place of the reference, where it has no second derivative.
     """
+    kernels = by_kernels and by_kernels.registered(reference)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
@@ -180,13 +220,14 @@ def differentiate(
             grad, found = output_grads[0], None
             if as_loop is not None:
                 found = _by_kernels(reference.__name__, arguments, needed, grad, as_loop, told)
-            elif by_kernels is not None:
-                found = by_kernels(arguments, grad)
+            elif by_kernels is not None and kernels is not None and by_kernels.takes(arguments):
+                found = kernels(grad, arguments)
             if found is not None:
                 return found
             if as_loop is not None and told is not None:
                 told.append(_through(arguments, as_loop))
-        return of_reference(reference, arguments, needed, output_grads)
+        again = twice if twice is not None and torch.is_grad_enabled() else reference
+        return of_reference(again, arguments, needed, output_grads)
 
     registered.register_autograd(backward, setup_context=setup_context)
 

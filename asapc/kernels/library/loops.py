@@ -18,7 +18,7 @@ from asapc.ir import Stabiliser
 from asapc.kernels import band, dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import AsLoop, differentiate, from_zero
+from asapc.kernels.library.gradients import AsLoop, ByKernels, differentiate, from_zero
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop, precision
 from asapc.kernels.plan import Task, changes
@@ -159,7 +159,7 @@ def _banded(
     if loop.half_steps < 1 or (missing is not None and v is None):
         return dispatch.plainly(plain, q, k, missing or "no half-step")
     if missing is None:
-        out, widest = native.banded(q, k, v, keep, loop, (low, high))
+        out, widest = native.sinkhorn_loop(q, k, v, keep, None, None, loop, band=(low, high))
         dispatch.note(name, q, k, lambda: native.path(q, k[:, :, : max(0, high - low + 1)], widest))
         return out
     assert v is not None
@@ -180,6 +180,11 @@ def _lot(
     longer = q if q.shape[2] > k.shape[2] else k
     dispatch.note(plain.func.__name__, q, k, lambda: native.path(longer, pivots[None], widest))
     return out
+
+
+def _lot_takes(given: Mapping[str, Any]) -> bool:
+    steps = given["query_half_steps"], given["key_half_steps"]
+    return "v" in given and 0 not in steps and dispatch.no_engine(given["q"]) is None
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
@@ -253,7 +258,8 @@ attention("sinkhorn", partial(_run, as_loop=from_zero), partial(differentiate, a
 attention("asap", partial(_run, as_loop=_asap_loop), partial(differentiate, as_loop=_asap_loop))
 attention("stabilised_sinkhorn", _stabilised)
 attention("banded_sinkhorn", _banded, partial(differentiate, as_loop=from_zero))
-attention("lot", _lot)
+_LOT = ByKernels(native.lot_gradients, _lot_takes)
+attention("lot", _lot, partial(differentiate, by_kernels=_LOT))
 attention("plan", _plan, at_once=_at_once)
 attention("fitted_sinkhorn", _run_parts, _gradient)
 for _name in HYBRIDS.values():

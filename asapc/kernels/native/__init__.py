@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -27,14 +27,14 @@ from asapc.ir import Coupling, Side, Stabiliser, Ties
 from asapc.kernels.loop import Loop, Tail, precision
 from asapc.kernels.plan import Task
 from asapc.operators import lot as lot_reference
-from asapc.operators.banded import seen_keys, seen_queries, within
+from asapc.operators.banded import within
 from asapc.operators.ranks import Clouds as SlicedClouds
 from asapc.operators.ranks import clouds_of
-from asapc.operators.sinkhorn import factor_value, masked
+from asapc.operators.sinkhorn import clean_values, masked
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM = Struct("9P27q7d4q3d")  # of engine.cpp, its Rule last
-SLOPES = Struct("6Pqd")
+SLOPES = Struct("8Pqd")
 PLAN, OF_PLANS = Struct("6P4qdq"), Struct("=13q8d4q3d")  # of a call; of all with its settings and sizes
 ESP, ESP_SLOPES, FEATURE = Struct("10P15q2d"), Struct("8P"), Struct("8P18q")
 RESIDENT_BYTES = 1 << 26  # the largest K of a head that is kept; others are formed again in every pass
@@ -121,8 +121,7 @@ def sinkhorn_loop(
     mass: [B, H, N], of rows, by N times which the output is divided.
     to_columns: A^T v [B, H, M, E] instead, for v [B, H, N, E] of the rows: 0 at columns not kept, and
     of the plan as it is where there are masses.
-    slopes: of sinkhorn_gradients; then there is no A v.  band: as operators.banded.banded_sinkhorn, low
-    and high, without the output factor but for 1/N or 1/M.
+    slopes: of sinkhorn_gradients; then there is no A v.  band: low and high of operators.banded.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -133,13 +132,8 @@ def sinkhorn_loop(
     out = q.new_empty((batch, heads, keys if to_columns else queries, width), dtype=dtype)
     if keys == 0 or out.numel() == 0:
         return out.zero_().to(out_dtype), 0.0
-    shown, (low, high) = None if bias is None else _shown(bias), band or (-queries, keys)
-    if band is not None:
-        low, high = within(queries, keys, *band)
-        keep, shown = seen_keys(q, k, keep, low, high), seen_queries(q, k, keep, low, high)
-        loop = loop._replace(output_factor=[1.0, 0.0, 0.0, 0.0])
-    if shown is not None or (to_columns and keep is not None):
-        out.zero_()
+    shown = None if bias is None else _shown(bias)
+    low, high = (-queries, keys) if band is None else within(queries, keys, *band)
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
     keep, shown = _masks(q, k, v, keep, shown, to_columns)
     if mass is not None:
@@ -165,20 +159,20 @@ def sinkhorn_loop(
 
 def sinkhorn_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None,
-    dual: Tensor | None, loop: Loop, tail: Tail, outs: Sequence[Tensor], depth: Tensor,
-    band: Band | None = None,
+    dual: Tensor | None, loop: Loop, tail: Tail, outs: Sequence[Tensor | None], depth: Tensor,
+    **others: Any,
 ) -> None:  # fmt: skip
-    """Gradients of A v for grad_out [B, H, N, E], written where the linear domain holds a head.
+    """Gradients of A v for grad_out of its size, written where the linear domain holds a head.
 
-    outs: of q, k, v and the dual, if there is one, 0 before, in float32 or float64.  depth: [B, H] int64,
-    the half-steps that they passed through.  Other arguments as of sinkhorn_loop.
+    outs: of q, k, v, the dual, the mass and the bias [B, H, N, M], as far as they go, None for one that
+    is not wanted; 0 before, in float32 or float64.  depth: [B, H] int64, the half-steps that they passed
+    through.  Other arguments as of sinkhorn_loop.
     """
-    grad_out = grad_out.to(outs[0].dtype).contiguous()
-    pointers = [x.data_ptr() for x in (grad_out, *outs)]
-    slopes = SLOPES.pack(
-        *pointers, *[0] * (5 - len(pointers)), depth.data_ptr(), tail.most, tail.tolerance
-    )
-    sinkhorn_loop(q, k, v, keep, bias, dual, loop, slopes=slopes, band=band)
+    own = torch.float64 if q.dtype is torch.float64 else torch.float32
+    given = [grad_out.to(own).contiguous(), *outs, *[None] * (6 - len(outs))]
+    pointers = [0 if x is None else x.data_ptr() for x in given]
+    slopes = SLOPES.pack(*pointers, depth.data_ptr(), tail.most, tail.tolerance)
+    sinkhorn_loop(q, k, v, keep, bias, dual, loop, slopes=slopes, **others)
 
 
 def _shown(bias: Tensor) -> Tensor | None:
@@ -188,18 +182,70 @@ def _shown(bias: Tensor) -> Tensor | None:
     return bias[:, 0, :, 0] != -math.inf if of_queries else None
 
 
-def lot(
+def lot(keep: Tensor | None, query_keep: Tensor | None, **given: Any) -> tuple[Tensor, float]:
+    """As operators.lot.lot, of at least one half-step each; the widest range of a pivot's scores."""
+    parts, to_keys, to_queries = _lot_parts(keep=keep, query_keep=query_keep, **given)
+    z, mass, q, k, v, bias, weight = parts.values()
+    mixed, widest = sinkhorn_loop(z, k, v, keep, bias, None, to_keys, mass=mass)
+    mixed = masked(mixed * weight, keep, None)
+    given_too = (z, q, mixed, query_keep, None, None, to_queries)
+    out, wider = sinkhorn_loop(*given_too, mass=mass, to_columns=True)
+    return out.to(given["v"].dtype), max(widest, wider)
+
+
+def lot_gradients(
+    grad_out: Tensor, keep: Tensor | None, query_keep: Tensor | None, **given: Any
+) -> dict[str, Tensor] | None:
+    """Of operators.lot.lot by name, for grad_out [B, H, N, E]; None where the linear domain does not hold
+    a head. The engine has those of both loops, and torch goes on from there."""
+    given |= {name: clean_values(given[name], keep) for name in ("k", "v")}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    with torch.enable_grad():
+        parts, to_keys, to_queries = _lot_parts(keep=keep, query_keep=query_keep, **given | leaves)
+    made = {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.requires_grad}
+    z, mass, q, k, v, bias, weight = (x.detach() if isinstance(x, Tensor) else x for x in parts.values())
+    mixed, _ = sinkhorn_loop(z, k, v, keep, bias, None, to_keys, mass=mass)
+
+    def zeros(x: Any) -> Any:
+        return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    of_z, of_mass, of_q, of_k, of_v, of_bias = map(zeros, (z, mass, q, k, v, bias))
+    z_too, mass_too, of_mixed = map(zeros, (z, mass, mixed))
+    depth, tail = torch.full((2, *q.shape[:2]), -1), Tail(max(to_keys.half_steps, to_queries.half_steps))
+    sinkhorn_gradients(
+        masked(grad_out, keep, None), z, q, mixed * weight, query_keep, None, None, to_queries, tail,
+        (z_too, of_q, of_mixed, None, mass_too), depth[0], mass=mass, to_columns=True,
+    )  # fmt: skip
+    sinkhorn_gradients(
+        of_mixed * weight, z, k, v, keep, bias, None, to_keys, tail,
+        (of_z, of_k, of_v, None, of_mass, of_bias), depth[1], mass=mass,
+    )  # fmt: skip
+    if query_keep is not None:
+        depth[0].masked_fill_(~query_keep.any(-1)[:, None], 0)  # nothing to do
+    if bool((depth < 0).any()):
+        return None
+    of_weight = (of_mixed * mixed).sum(-1, keepdim=True)
+    of_parts = (of_z + z_too, of_mass + mass_too, of_q, of_k, of_v, of_bias, of_weight)
+    of_made = [x for name, x in zip(parts, of_parts, strict=True) if name in made]
+    found = torch.autograd.grad([*made.values()], [*leaves.values()], of_made)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _lot_parts(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
     key_bias: Tensor | None, pivots: Tensor, pivot_mass: Tensor, query_multiplier: float,
     key_multiplier: float, query_half_steps: int, queries_first: bool, key_half_steps: int,
     keys_first: bool, output_factor: Sequence[float], interleaved: bool = False,
     pivot_weight: Tensor | None = None,
-) -> tuple[Tensor, float]:  # fmt: skip
-    """As operators.lot.lot, of at least one half-step each; the widest range of a pivot's scores."""
+) -> tuple[dict[str, Any], Loop, Loop]:  # fmt: skip
+    """Pivots [B, H, R, D], masses, q, k, v, bias [B, H, R, M] and what Gamma2 v / sigma is multiplied by,
+    in one dtype; and the loops from pivots to keys and to queries."""
     batch, heads, count = q.shape[0], *pivots.shape[:2]
     dtype = lot_reference.work_dtype(q)
 
     def each(x: Tensor) -> Tensor:
+        x = x.to(dtype)
         return lot_reference.by_example(x, batch) if interleaved else x.expand(batch, heads, count)
 
     def loop(multiplier: float, half_steps: int, tokens_first: bool, power: float) -> Loop:
@@ -207,20 +253,15 @@ def lot(
         side: Side = "column" if tokens_first else "row"
         return Loop(multiplier, half_steps, side, [1.0, power, active, -active])
 
-    z, mass = pivots.expand(batch, -1, -1, -1).to(dtype), each(pivot_mass)
-    run = loop(key_multiplier, key_half_steps, keys_first, 1.0)
-    mixed, widest = sinkhorn_loop(z, k.to(dtype), v.to(dtype), keep, key_bias, None, run, mass=mass)
-    factor = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
-    if pivot_weight is not None:
-        factor = factor * each(pivot_weight).to(dtype)[..., None]
-    mixed = mixed * factor
-    if keep is not None:
-        mixed.masked_fill_(~keep.any(-1)[:, None, None, None], 0.0)
-    run = loop(query_multiplier, query_half_steps, queries_first, 0.0)
-    out, wider = sinkhorn_loop(
-        z, q.to(dtype), mixed, query_keep, None, None, run, mass=mass, to_columns=True
-    )
-    return out.to(v.dtype), max(widest, wider)
+    weight = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
+    weight = weight if pivot_weight is None else weight * each(pivot_weight)[..., None]
+    bias = None if key_bias is None else key_bias.to(dtype).expand(batch, heads, count, k.shape[2])
+    parts = {
+        "z": pivots.to(dtype).expand(batch, -1, -1, -1), "mass": each(pivot_mass), "q": q.to(dtype),
+        "k": k.to(dtype), "v": v.to(dtype), "bias": bias, "weight": weight,
+    }  # fmt: skip
+    to_keys = loop(key_multiplier, key_half_steps, keys_first, 1.0)
+    return parts, to_keys, loop(query_multiplier, query_half_steps, queries_first, 0.0)
 
 
 STARTS = {"plain": 0, "tensor": 0, "matrix": 1, "row": 2, "softmax": 2, "column": 3}
@@ -332,10 +373,10 @@ def esp_gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
     query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, *,
     slice_weight: Tensor | None = None, **settings: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Of esp_soft, by name, for grad_out [B, H, N, E or M] with some keys.
+) -> Mapping[str, Tensor | None]:  # fmt: skip
+    """Of esp_soft or esp_hard, by name, for grad_out [B, H, N, E or M] with some keys.
 
-    The engine has them for projections, and torch goes on from there.
+    The engine has them for projections, which exact sorts have none of, and torch goes on from there.
     """
     given = {"q": q, "k": k, "v": v, "slices": slices, "inverse_temperature": inverse_temperature,
              "slice_weight": slice_weight}  # fmt: skip
@@ -346,9 +387,12 @@ def esp_gradients(
         made = _of_slices(clouds, leaves.get("v"), *of_weights)
     slopes = [None if x is None else torch.zeros_like(x) for x in made]
     _sliced(made, keep, query_keep, grad_out.to(clouds.q.dtype).contiguous(), slopes, **settings)
-    outputs, grads = zip(*((x, slope) for x, slope in zip(made, slopes, strict=True)
-                           if x is not None and x.requires_grad), strict=True)  # fmt: skip
-    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads), strict=True))
+    exact = "softsort_temperature" not in settings  # whose projections are constants
+    outputs, grads = zip(*((x, slope) for i, (x, slope) in enumerate(zip(made, slopes, strict=True))
+                           if x is not None and x.requires_grad and not (exact and i in (3, 4))),
+                         strict=True)  # fmt: skip
+    found = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _of_slices(
@@ -386,15 +430,6 @@ def _sliced(
     more = None if slopes is None else ESP_SLOPES.pack(*pointers([out, *slopes]))
     if not _engine().asapc_esp(problem, more):
         raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
-
-
-def banded(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, loop: Loop, band: Band
-) -> tuple[Tensor, float]:
-    """As operators.banded.banded_sinkhorn, or its map; the widest range of a row's scores."""
-    out, widest = sinkhorn_loop(q, k, v, keep, None, None, loop, band=band)
-    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], keep)
-    return masked(out * factor, keep, None).to(out.dtype), widest
 
 
 def feature(

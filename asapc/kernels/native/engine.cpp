@@ -87,7 +87,7 @@ struct Rule {
 // divided by N times theirs. to_columns: the values are of the rows, [B, H, N, E], and out is A^T v, [B, H, M, E], of
 // the plan A as it is; nothing is written where no column is kept. Strides are of numbers; where none is given, tensors
 // are contiguous. The output factor is coefficient * N^queries * M^keys * n^active. Query i sees the keys from i + low to
-// i + high alone; of a band, every query that is kept sees one that is, and nothing is written where no key is.
+// i + high alone, where low is above -N: without one a query has no part, nor a key that no query sees.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
@@ -100,14 +100,17 @@ struct Problem {
   int64_t bias_key_stride, half_steps, rows_first, to_columns, is_double, resident_bytes, threads, low, high;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
+
+  bool banded() const { return low > -queries; }
 };
 
-// Where gradients of a problem's A v are wanted instead of it, for grad [B, H, N, E]: of q, k, v and the dual (null
-// without one), in their sizes, contiguous and 0 before. depth: [B, H], the half-steps that they passed through, not
-// written where the linear domain does not hold a head. most, tolerance: of kernels/loop.py's Tail.
+// Where gradients of a problem's A v are wanted instead of it, for grad in the sizes of `out`: of q, k and v, and of the
+// dual, the mass and the bias [B, H, N, M] or null, in their sizes, contiguous and 0 before. depth: [B, H], the half-steps
+// that they passed through, not written where the linear domain does not hold a head. most, tolerance: of
+// kernels/loop.py's Tail.
 struct Slopes {
   const void* grad;
-  void *q, *k, *v, *dual;
+  void *q, *k, *v, *dual, *mass, *bias;
   int64_t *depth, most;
   double tolerance;
 };
@@ -272,18 +275,23 @@ class Scratch {
   size_t size_ = 0, used_ = 0;
 };
 
-// The active tokens of an example; where there is none, all of them.
+// The active tokens of an example; where there is none, all of them.  count: before some were left out.
 struct Tokens {
   std::vector<int64_t> active;
+  int64_t count;
   bool none;
 
   Tokens(const uint8_t* keep, int64_t size, int64_t example) {
     active.resize(size);
-    int64_t count = 0;
+    count = 0;
     for (int64_t j = 0; j < size; ++j) active[count] = j, count += !keep || keep[example * size + j];
     none = count == 0;
-    if (none) std::iota(active.begin(), active.end(), 0);
+    if (none) std::iota(active.begin(), active.end(), 0), count = size;
     else active.resize(count);
+  }
+
+  template <class Out> void leave_out(const Out& out) {
+    active.erase(std::remove_if(active.begin(), active.end(), out), active.end());
   }
 };
 
@@ -400,7 +408,7 @@ template <class S, class W> class Head {
     const double share = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
     scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
-             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * share / reached;
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(keys.count), p.active_power) * share / reached;
     take(scratch);
   }
 
@@ -473,6 +481,13 @@ template <class S, class W> class Head {
   // Once rows were closed, a is 1 / sum, which is large where a mass is small; before, the scaling itself.
   bool of_density(const Pass& pass) const {
     return row_mass_ && (pass.closes_rows || (!pass.first && p_.half_steps > (p_.rows_first ? 0 : 1)));
+  }
+
+  // What a scaling makes of a row of K: of the plan, or of that divided by the row's mass.
+  W weight_of(int64_t i, W a, bool is_density, bool of_plan) const {
+    const W mass = row_mass(i);
+    if (of_plan) return is_density ? a * mass : a;
+    return is_density || !(mass > 0) ? a * W(mass > 0) : a / mass;
   }
 
   template <class Run> void each_pass(const Run& run) {
@@ -629,12 +644,8 @@ template <class S, class W> class Head {
       }
       if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
       W weights[kRows];
-      for (int64_t r = 0; r < count; ++r) {
-        const W mass = row_mass(row + r);
-        const bool divided = of_density(pass) || !(mass > 0);
-        weights[r] = pass.closes_columns || p_.to_columns ? (of_density(pass) ? a[r] * mass : a[r])
-                     : divided ? a[r] * W(mass > 0) : a[r] / mass;
-      }
+      for (int64_t r = 0; r < count; ++r)
+        weights[r] = weight_of(row + r, a[r], of_density(pass), pass.closes_columns || p_.to_columns);
       if (!pass.closes_columns) apply(row, count, here, rows, weights, b_, scale);
       else by_rows(count, [&, next = ahead ? rows + kRows * stride_ : nullptr](int64_t r, auto R) {
         add_rows<R.value>(rows + r * stride_, stride_, here.wide, weights + r, total_ + here.start, next);
@@ -821,16 +832,22 @@ template <class S, class W> class Head {
   //     applied         dL/dS_ij = <grad_i, v_j> A_ij
   //
   // so that the slopes of all are K times one product of rank T + E, formed in the last visit of K. The chain before
-  // it (block-wise paper, Propositions 1 and 6) takes one visit for a pair of half-steps.
+  // it (block-wise paper, Propositions 1 and 6) takes one visit for a pair of half-steps. To columns, grad is the keys'
+  // and v the rows'. The a of a row that was closed is that of a mass of 1 (weight_of), its mass a factor of its own.
   void differentiate() {
     const int64_t deep = rounded_up(p_.dim, L), wide = rounded_up(p_.width, L);
     const W scale = W(scale_ / (ends_on_rows_ ? 1.0 : share_));
-    std::vector<W> of_a(count_), of_b(padded_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
-    std::vector<W> panels(padded_ * p_.width), dv(size_ * wide);
-    pack_tokens(v_, p_.v_strides.token, keys_, p_.width, W(1), panels.data());
+    std::vector<W> of_a(count_), of_b(padded_), own_a(count_), z(kRows * padded_), weights(kRows * padded_), grads(kRows * wide);
+    std::vector<W> panels(padded_ * p_.width), dv(size_ * wide), of_columns(p_.to_columns ? rounded_up(p_.width, E) * size_ : 0);
+    const S *of_rows = static_cast<const S*>(slopes_->grad) + index_ * (p_.to_columns ? p_.keys : p_.queries) * p_.width, *of_keys = v_;
+    int64_t row_step = p_.width, key_step = p_.v_strides.token;
+    if (p_.to_columns) std::swap(of_rows, of_keys), std::swap(row_step, key_step);
+    pack_tokens(of_keys, key_step, keys_, p_.width, W(1), panels.data());
+    if (p_.to_columns) ::pack_values<S, W>(of_keys, key_step, keys_, p_.width, nullptr, of_columns.data());
+    const bool is_density = row_mass_ && (p_.rows_first || p_.half_steps > 1);
+    for (int64_t i = 0; i < count_; ++i) own_a[i] = weight_of(i, a_[i], is_density, p_.to_columns) * scale;
     const auto form = [&](int64_t row, int64_t count, const Window& here) {  // <grad_i, v_j>
-      const S* grad = static_cast<const S*>(slopes_->grad) + index_ * p_.queries * p_.width;
-      take_rows(grad, p_.width, p_.width, row, count, W(1), grads.data());
+      take_rows(of_rows, row_step, p_.width, row, count, W(1), grads.data());
       const Rows<W> x(0, count, [&](int64_t r) { return &grads[r * wide]; });
       tiles<W>(x, p_.width, panels.data() + here.start * p_.width, E * p_.width, here.wide, z.data(), padded_);
     };
@@ -839,7 +856,7 @@ template <class S, class W> class Head {
       form(row, count, here);
       for (int64_t r = 0; r < count; ++r) {
         W *terms = &z[r * padded_], *own = &weights[r * padded_];
-        const W factor = a_[row + r] * scale;
+        const W factor = own_a[row + r];
         V<W> sum{}, mass{};
         for (int64_t j = 0; j < here.wide; j += L) {
           W* const of_key = &of_b[here.start + j];
@@ -850,11 +867,16 @@ template <class S, class W> class Head {
         of_a[row + r] = sum_of<W>(sum);
         if (slopes_->tolerance > 0) allowed += may_leave_out(terms, own, here.wide, of_a[row + r], sum_of<W>(mass));
       }
-      by_rows(count, [&](int64_t r, auto R) {
+      if (p_.to_columns) multiply(Rows<W>(row, row + count, [&](int64_t i) { return &weights[(i - row) * padded_]; }), here.keys,
+          of_columns.data(), E * size_, p_.width, [](int64_t) { return W(1); },
+          [this](int64_t i) { return static_cast<S*>(slopes_->v) + (index_ * p_.queries + rows_[i]) * p_.width; });
+      else by_rows(count, [&](int64_t r, auto R) {
         add_products<R.value>(&weights[r * padded_], padded_, here.keys, &grads[r * wide], wide, &dv[here.start * wide]);
       });
     });
-    put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
+    if (!p_.to_columns) put(dv, wide, keys_, p_.width, slopes_->v, p_.keys);
+    of_mass_.assign(count_, W(0));
+    for (int64_t i = 0; i < count_ && !p_.to_columns; ++i) of_mass_[i] = -of_a[i];
 
     std::vector<W> left, right;  // the slopes of the half-steps are K times sum_t left_t right_t
     left.reserve(p_.half_steps * count_), right.reserve(p_.half_steps * padded_);
@@ -862,6 +884,8 @@ template <class S, class W> class Head {
     slopes_->depth[index_] = depth;
     if (slopes_->dual && p_.rows_first) put(of_b, 1, keys_, 1, slopes_->dual, p_.keys);
     else if (slopes_->dual) put(of_a, 1, queries_, 1, slopes_->dual, p_.queries);
+    for (int64_t i = 0; slopes_->mass && i < count_; ++i) of_mass_[i] = row_mass(i) > 0 ? of_mass_[i] / row_mass_[rows_[i]] : W(0);
+    if (slopes_->mass) put(of_mass_, 1, queries_, 1, slopes_->mass, p_.queries);
 
     std::vector<W> keys(rounded_up(p_.dim, E) * size_), dk(size_ * deep), points(kRows * deep);
     ::pack_values<S, W>(k_, p_.k_strides.token, keys_, p_.dim, nullptr, keys.data());
@@ -873,9 +897,12 @@ template <class S, class W> class Head {
       for (int64_t r = 0; r < count; ++r)
         for (int64_t j = 0; j < here.wide; j += L) {
           W* const slope = &z[r * padded_ + j];
-          const V<W> applied = load(slope) * load(b_ + here.start + j) * (a_[row + r] * scale);
+          const V<W> applied = load(slope) * load(b_ + here.start + j) * own_a[row + r];
           store(slope, load(rows + r * stride_ + j) * (applied + load(&weights[r * padded_ + j])));
         }
+      for (int64_t r = 0; slopes_->bias && r < count; ++r)
+        for (int64_t j = 0; j < here.keys; ++j)
+          static_cast<S*>(slopes_->bias)[(index_ * p_.queries + rows_[row + r]) * p_.keys + active_[here.start + j]] = S(z[r * padded_ + j]);
       const Rows<W> x(row, row + count, [&](int64_t i) { return &z[(i - row) * padded_]; });
       multiply(x, here.keys, keys.data() + here.start * E, E * size_, p_.dim, [=](int64_t) { return multiplier; }, [this](int64_t i) {
         return static_cast<S*>(slopes_->q) + (index_ * p_.queries + rows_[i]) * p_.dim;
@@ -909,9 +936,12 @@ template <class S, class W> class Head {
     };
     const auto size_of = [](W sum, W x) { return sum + std::abs(x); };
     const W *a = past_a_.data() + past_a_.size() - count_, *b = past_b_.data() + past_b_.size() - padded_;
+    std::vector<W> own_a(count_);
     for (bool columns = !ends_on_rows_; depth < most; columns = true) {
+      const bool is_density = row_mass_ && (p_.rows_first || a != past_a_.data());
+      for (int64_t i = 0; i < count_; ++i) own_a[i] = weight_of(i, a[i], is_density, true);
       if (columns) {
-        left.insert(left.end(), a, a + count_);
+        left.insert(left.end(), own_a.begin(), own_a.end());
         for (int64_t j = 0; j < padded_; ++j) right.push_back(-of_b[j] * b[j] / W(share_)), of_b[j] = 0;
         ++depth, b -= padded_;
       }
@@ -923,17 +953,17 @@ template <class S, class W> class Head {
         by_rows(count, [&](int64_t r, auto R) {
           if (columns) dots<R.value>(rows + r * stride_, stride_, here.wide, y + here.start, sums + r);
           for (int64_t i = r; i < r + R.value; ++i) {
-            if (columns) of_a[row + i] += a[row + i] * sums[i];
+            if (columns) of_a[row + i] += own_a[row + i] * sums[i];
             x[i] = -of_a[row + i] * a[row + i];
           }
           if (closes_rows) add_rows<R.value>(rows + r * stride_, stride_, here.wide, x + r, total_ + here.start);
         });
       });
       if (!closes_rows) {
-        without_gauge(of_a, count_, a);
+        without_gauge(of_a, count_, own_a.data());
         break;
       }
-      for (int64_t i = 0; i < count_; ++i) left.push_back(-of_a[i] * a[i]), of_a[i] = 0;
+      for (int64_t i = 0; i < count_; ++i) left.push_back(-of_a[i] * a[i]), of_mass_[i] += of_a[i], of_a[i] = 0;
       right.insert(right.end(), b, b + padded_);
       for (int64_t j = 0; j < padded_; ++j) of_b[j] += b[j] * total_[j];
       without_gauge(of_b, size_, b);  // rounding of a sum that is 0 would not fade along the chain as the rest does
@@ -956,7 +986,7 @@ template <class S, class W> class Head {
   int64_t dim_, stride_;
   std::vector<Window> windows_;     // of every block of rows
   std::vector<int64_t> before_;     // of a band: the active keys before each
-  std::vector<W> past_a_, past_b_;  // after every half-step, for gradients
+  std::vector<W> past_a_, past_b_, of_mass_;  // after every half-step, for gradients; that of log masses
   bool banded_, kept_, ends_on_rows_, stabilised_, unshifted_, is_softmax_, sees_all_, is_sparse_;
   double share_, scale_, spare_, widest_, highest_;
 };
@@ -1120,10 +1150,21 @@ template <class S> double run(const Problem& p, const Slopes* slopes) {
   double widest = 0.0;
   const bool fits = each(p.batch * p.heads, entries * double(p.dim + p.width + 2 * p.half_steps + 16), p.threads,
                          [&](int64_t index, Scratch& scratch) {
-    const Tokens keys(p.keep, p.keys, index / p.heads);
-    const Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
-    const bool banded = p.low > 1 - p.queries || p.high < p.keys - 1;
-    if (queries.none || ((p.to_columns || banded) && keys.none)) return;
+    Tokens keys(p.keep, p.keys, index / p.heads);
+    Tokens queries(keys.none ? nullptr : p.query_keep, p.queries, index / p.heads);
+    if (p.banded()) {
+      keys.leave_out([&p](int64_t j) { return j < p.low || j > p.queries - 1 + p.high; });
+      queries.leave_out([&p, &seen = keys.active](int64_t i) {
+        const auto first = std::lower_bound(seen.begin(), seen.end(), i + p.low);
+        return first == seen.end() || *first > i + p.high;
+      });
+    }
+    const Tokens& written = p.to_columns ? keys : queries;
+    const int64_t rows = p.to_columns ? p.keys : p.queries;
+    const bool nothing = queries.none || queries.active.empty() || ((p.to_columns || p.banded()) && keys.none);
+    if (!slopes && (nothing || int64_t(written.active.size()) < rows))
+      std::fill_n(static_cast<S*>(p.out) + index * rows * p.width, rows * p.width, S(0));
+    if (nothing) return;
     const double range = run_head<S>(p, slopes, index, scratch, queries, keys);
     const std::lock_guard<std::mutex> lock(mutex);
     if (!(range <= widest)) widest = range;
@@ -1783,7 +1824,8 @@ struct Esp {
   double temperature, factor;
 };
 
-// Where gradients of soft plans are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before.
+// Where gradients are wanted instead, for grad in the sizes of `out`: of these tensors, 0 before; of exact sorts not of x
+// and y.
 struct EspSlopes {
   const void* grad;
   void *q, *k, *v, *x, *y;
@@ -1956,8 +1998,8 @@ template <class T> class Line : public Ranking<T> {
 // One head, and the weights of its slices.
 template <class T> class SlicedHead {
  protected:
-  SlicedHead(const Esp& p, int64_t index, const Tokens& queries, const Tokens& keys)
-      : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
+  SlicedHead(const Esp& p, const EspSlopes* slopes, int64_t index, const Tokens& queries, const Tokens& keys)
+      : p_(p), slopes_(slopes), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
         index_(index), meetings_(meetings(n_, m_, p.monotone)) {
     const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
     q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim);
@@ -1981,7 +2023,40 @@ template <class T> class SlicedHead {
     return {T(kept), T(weight)};
   }
 
+  // <C, P> and <Z, P> of a slice, with Z the gradient of sum_l w_l P_l.
+  struct Sums {
+    double cost = 0, wanted = 0;
+  };
+
+  // Gradients of tau and omega. With z_l = <Z, P_l> and D_l = <C, P_l>, body(l, w_l, d_l) is called where w_l is not 0,
+  //
+  //     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
+  //
+  // Returns sum_l w_l z_l.
+  template <class Body> double differentiate(const std::vector<Sums>& found, const Body& body) {
+    const double *omega = p_.omega + index_ * p_.slices, tau = p_.tau[index_], per = p_.mean ? double(n_) : 1.0;
+    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
+    std::vector<double> away, weight;  // costs beyond the lowest, and w
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      away.push_back(found[l].cost / per - best_);
+      of_omega[l] = std::exp(-tau * away[l]) / (best_omega_ * total_);
+      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
+      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
+    }
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
+      if (weight[l] == 0) continue;
+      const double slope = weight[l] * (found[l].wanted - mean);
+      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
+      body(l, T(weight[l]), T(-tau * slope / per));
+    }
+    return mean;
+  }
+
+  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + index_ * size; }
+
   const Esp& p_;
+  const EspSlopes* const slopes_;
   const Tokens &queries_, &keys_;
   const int64_t n_, m_, index_;
   const std::vector<Meeting> meetings_;
@@ -2071,20 +2146,17 @@ template <class T> class Pairs {
 // to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Of up to kFew tokens
 // all entries of A and B are formed, and N multiplied for each of P: shorter than to place them among nodes.
 //
-// Gradients, of which Z is that of sum_l w_l P_l: with z_l = <Z, P_l>, D_l = <C, P_l>
-//
-//     d_l = dL/dD_l = -tau w_l (z_l - sum_l w_l z_l),    dL/dP_l = w_l Z + d_l C,    dL/dC = sum_l d_l P_l
-//
-// take a second pass over the slices, once the first one knows all D and z.
+// Gradients take a second pass over the slices, once the first one knows all D and z.
 template <class T> class SoftHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
   static constexpr int64_t kFew = 128;
   using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+  using Base::p_, Base::slopes_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_, Base::out_;
+  using Sums = typename Base::Sums;
 
  public:
   SoftHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), slopes_(slopes), padded_(rounded_up(m_, P)),
+      : Base(p, slopes, index, queries, keys), padded_(rounded_up(m_, P)),
         few_(n_ <= kFew && m_ <= kFew), x_(queries.active), y_(keys.active), pairs_x_(queries.active, p.temperature),
         pairs_y_(keys.active, p.temperature) {
     const int64_t rows = rounded_up(std::max(n_, m_), kRows), wide = pairs_x_.room, most = std::max(wide, padded_);
@@ -2121,16 +2193,15 @@ template <class T> class SoftHead : SlicedHead<T> {
       found.push_back(sums_);
       mix(moved_, kept, weight * T(sums_.wanted - found[0].wanted));
     }
-    if (slopes_) differentiate(found);
-    else apply();
+    if (!slopes_) return apply();
+    const double mean = this->differentiate(found, [this](int64_t l, T weight, T of_cost) { add_slice(l, weight, of_cost); });
+    const double per = p_.mean ? double(n_) : 1.0;
+    add_cost(T(mean - found[0].wanted), T(-p_.tau[this->index_] / (per * this->total_)));
+    const T factor = T(p_.factor / this->total_);
+    if (p_.v) multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, factor, this->template of_head<T>(slopes_->v, p_.keys * p_.width));
   }
 
  private:
-  // <C, P> and <Z, P> of a slice.
-  struct Sums {
-    double cost = 0, wanted = 0;
-  };
-
   // x y' of all queries and keys, or their squared distances.
   template <bool squares> void form(const T* x, const T* y, int64_t depth, T* to) {
     pack_tokens(y, depth, keys_, depth, T(1), panels_);
@@ -2281,34 +2352,10 @@ template <class T> class SoftHead : SlicedHead<T> {
     }
   }
 
-  template <class X> X* of_head(void* slopes, int64_t size) const { return static_cast<X*>(slopes) + this->index_ * size; }
-
-  void differentiate(const std::vector<Sums>& found) {
-    const double *omega = p_.omega + this->index_ * p_.slices, tau = p_.tau[this->index_], per = p_.mean ? double(n_) : 1.0;
-    double mean = 0, *const of_omega = of_head<double>(slopes_->omega, p_.slices);
-    std::vector<double> away, weight;  // costs beyond the lowest, and w
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      away.push_back(found[l].cost / per - this->best_);
-      of_omega[l] = std::exp(-tau * away[l]) / (this->best_omega_ * this->total_);
-      weight.push_back(omega[l] == 0 ? 0.0 : omega[l] * of_omega[l]);
-      if (weight[l] != 0) mean += weight[l] * found[l].wanted;
-    }
-    for (int64_t l = 0; l < p_.slices; ++l) {
-      if (of_omega[l] != 0) of_omega[l] *= found[l].wanted - mean;
-      if (weight[l] == 0) continue;
-      const double slope = weight[l] * (found[l].wanted - mean);
-      *of_head<double>(slopes_->tau, 1) -= slope * away[l];
-      add_slice(l, T(weight[l]), T(-tau * slope / per));
-    }
-    add_cost(T(mean - found[0].wanted), T(-tau / (per * this->total_)));
-    if (p_.v)
-      multiply_rows(m_, mean_, 1, padded_, grad_, queries_, keys_, T(p_.factor / this->total_), of_head<T>(slopes_->v, p_.keys * p_.width));
-  }
-
   // Gradients of a slice's numbers.
   void add_slice(int64_t l, T weight, T of_cost) {
-    T* const x = of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
-    T* const y = of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
+    T* const x = this->template of_head<T>(slopes_->x, p_.slices * p_.queries) + l * p_.queries;
+    T* const y = this->template of_head<T>(slopes_->y, p_.slices * p_.keys) + l * p_.keys;
     const T *line_x = this->lines_x_ + l * p_.queries, *line_y = this->lines_y_ + l * p_.keys;
     if (!pairs_x_.place(line_x) || !pairs_y_.place(line_y)) {
       for (int64_t i : queries_.active) x[i] = T(std::nan(""));
@@ -2357,7 +2404,8 @@ template <class T> class SoftHead : SlicedHead<T> {
 
   // Gradients of points by their distances', factor (moved - mean others).
   void add_cost(T mean, T factor) {
-    T *const to_q = of_head<T>(slopes_->q, p_.queries * p_.dim), *const to_k = of_head<T>(slopes_->k, p_.keys * p_.dim);
+    T* const to_q = this->template of_head<T>(slopes_->q, p_.queries * p_.dim);
+    T* const to_k = this->template of_head<T>(slopes_->k, p_.keys * p_.dim);
     for (int64_t i = 0; i < n_; ++i)
       for (int64_t j = 0; j < m_; ++j) {
         const int64_t at = i * padded_ + j, query = queries_.active[i] * p_.dim, key = keys_.active[j] * p_.dim;
@@ -2370,7 +2418,6 @@ template <class T> class SoftHead : SlicedHead<T> {
       }
   }
 
-  const EspSlopes* const slopes_;
   const int64_t padded_;
   const bool few_;
   const Tokens rows_{nullptr, n_, 0};
@@ -2387,32 +2434,52 @@ template <class T> class SoftHead : SlicedHead<T> {
 template <class T> class HardHead : SlicedHead<T> {
   static constexpr int L = kLanes<T>;
   using Base = SlicedHead<T>;
-  using Base::p_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_;
+  using Base::p_, Base::slopes_, Base::queries_, Base::keys_, Base::n_, Base::m_, Base::meetings_;
+  using Sums = typename Base::Sums;
 
  public:
-  HardHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
-      : Base(p, index, queries, keys), depth_(rounded_up(p.dim, L)), width_(rounded_up(p.width, L)),
+  HardHead(const Esp& p, const EspSlopes* slopes, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : Base(p, slopes, index, queries, keys), depth_(rounded_up(p.dim, L)), width_(rounded_up(p.width, L)),
         x_(queries.active), y_(keys.active) {
-    scratch.reserve(((n_ + m_) * depth_ + (n_ + 2 * m_ + 1) * width_) * sizeof(T));
+    const int64_t back = slopes ? (n_ + m_) * depth_ + (2 * n_ + m_) * width_ : 0;
+    scratch.reserve(((n_ + m_) * depth_ + (n_ + 2 * m_ + 1) * width_ + back) * sizeof(T));
     points_x_ = scratch.take<T>(n_ * depth_), points_y_ = scratch.take<T>(m_ * depth_);
     values_ = scratch.take<T>(m_ * width_), means_ = scratch.take<T>(m_ * width_);
     mixed_ = scratch.take<T>(n_ * width_), received_ = scratch.take<T>(width_);
     copy(this->q_, p.dim, queries, depth_, points_x_), copy(this->k_, p.dim, keys, depth_, points_y_);
     copy(this->v_, p.width, keys, width_, values_), std::fill_n(mixed_, n_ * width_, T(0));
+    if (!slopes) return;
+    grads_ = scratch.take<T>(n_ * width_), grad_means_ = scratch.take<T>(n_ * width_);
+    of_x_ = scratch.take<T>(n_ * depth_), of_y_ = scratch.take<T>(m_ * depth_), of_values_ = scratch.take<T>(m_ * width_);
+    copy(static_cast<const T*>(slopes->grad) + index * p.queries * p.width, p.width, queries, width_, grads_);
+    std::fill_n(of_x_, n_ * depth_, T(0)), std::fill_n(of_y_, m_ * depth_, T(0)), std::fill_n(of_values_, m_ * width_, T(0));
   }
 
   void run() {
+    std::vector<Sums> found;
     for (int64_t l = 0; l < p_.slices; ++l) {
-      rank(x_, this->lines_x_ + l * p_.queries, points_x_);
-      rank(y_, this->lines_y_ + l * p_.keys, points_y_);
-      if (x_.tied() || y_.tied()) meet_in_groups();
-      const std::vector<Meeting>& met = x_.tied() || y_.tied() ? grouped_ : meetings_;
-      double cost = 0;
-      for (const Meeting& pair : met) cost += pair.mass * double(between(pair.query, pair.key));
-      const auto [kept, weight] = this->joined(l, cost);
+      const std::vector<Meeting>& met = meet(l);
+      Sums sums;
+      for (const Meeting& pair : met) sums.cost += pair.mass * double(between(pair.query, pair.key));
+      const auto [kept, weight] = this->joined(l, sums.cost);
+      if (slopes_) {
+        for (const auto& [g, h, mass] : met) {
+          T product;
+          dots<1>(grad_of(g), 0, width_, value_of(h), &product);
+          sums.wanted += p_.factor * mass * double(product);
+        }
+        found.push_back(sums);
+        continue;
+      }
       for (int64_t i = 0; kept != T(1) && i < n_ * width_; i += L)
         store(mixed_ + i, load(mixed_ + i) * kept);
       add(met, weight);
+    }
+    if (slopes_) {
+      this->differentiate(found, [this](int64_t l, T weight, T of_cost) { add_slopes(meet(l), weight, of_cost); });
+      put(of_x_, depth_, queries_, p_.dim, this->template of_head<T>(slopes_->q, p_.queries * p_.dim));
+      put(of_y_, depth_, keys_, p_.dim, this->template of_head<T>(slopes_->k, p_.keys * p_.dim));
+      return put(of_values_, width_, keys_, p_.width, this->template of_head<T>(slopes_->v, p_.keys * p_.width));
     }
     const T factor = T(p_.factor / this->total_);
     for (int64_t i = 0; i < n_; ++i)
@@ -2428,6 +2495,22 @@ template <class T> class HardHead : SlicedHead<T> {
       to += padded;
     }
   }
+
+  static void put(const T* from, int64_t padded, const Tokens& tokens, int64_t size, T* to) {
+    for (int64_t token : tokens.active) std::copy_n(from, size, to + token * size), from += padded;
+  }
+
+  // Who meets in a slice, and the means that groups have.
+  const std::vector<Meeting>& meet(int64_t l) {
+    rank(x_, this->lines_x_ + l * p_.queries, points_x_);
+    rank(y_, this->lines_y_ + l * p_.keys, points_y_);
+    if (y_.tied()) form_means(y_, values_, means_);
+    if (x_.tied() && slopes_) form_means(x_, grads_, grad_means_);
+    if (x_.tied() || y_.tied()) meet_in_groups();
+    return x_.tied() || y_.tied() ? grouped_ : meetings_;
+  }
+  const T* value_of(int64_t h) const { return y_.tied() ? means_ + h * width_ : values_ + y_.order[h] * width_; }
+  const T* grad_of(int64_t g) const { return x_.tied() ? grad_means_ + g * width_ : grads_ + x_.order[g] * width_; }
 
   void rank(Ranking<T>& line, const T* numbers, const T* points) {
     line.sort(numbers, p_.shared, p_.ascending);
@@ -2476,28 +2559,46 @@ template <class T> class HardHead : SlicedHead<T> {
 
   // What every query receives in a slice, times its weight.
   void add(const std::vector<Meeting>& met, T weight) {
-    const T* values = y_.tied() ? means_ : values_;
-    if (y_.tied()) form_means();
     for (size_t i = 0; i < met.size();) {
       const int64_t g = met[i].query, row = x_.starts[g], rows = x_.starts[g + 1] - row;
       T* to = rows == 1 ? mixed_ + x_.order[row] * width_ : received_;
       if (rows > 1) std::fill_n(received_, width_, T(0));
       for (; i < met.size() && met[i].query == g; ++i) {
-        const int64_t h = met[i].key;
         const T share = weight * T(met[i].mass / double(rows));
-        add_row(share, values + (y_.tied() ? h : y_.order[h]) * width_, to);
+        add_row(share, value_of(met[i].key), to);
       }
       for (int64_t r = row; rows > 1 && r < row + rows; ++r)
         add_row(T(1), received_, mixed_ + x_.order[r] * width_);
     }
   }
 
-  void form_means() {
-    for (size_t h = 0; h + 1 < y_.starts.size(); ++h) {
-      std::fill_n(means_ + h * width_, width_, T(0));
-      const T share = T(1) / T(y_.starts[h + 1] - y_.starts[h]);
-      for (int64_t s = y_.starts[h]; s < y_.starts[h + 1]; ++s)
-        add_row(share, values_ + y_.order[s] * width_, means_ + h * width_);
+  // Gradients of values and of points, by their distances, from a slice.
+  void add_slopes(const std::vector<Meeting>& met, T weight, T of_cost) {
+    for (const auto& [g, h, mass] : met) {
+      const double rows = double(x_.starts[g + 1] - x_.starts[g]), columns = double(y_.starts[h + 1] - y_.starts[h]);
+      const T share = weight * T(p_.factor * mass / columns), each = of_cost * T(mass / (rows * columns));
+      for (int64_t s = y_.starts[h]; s < y_.starts[h + 1]; ++s) {
+        add_row(share, grad_of(g), of_values_ + y_.order[s] * width_);
+        for (int64_t r = x_.starts[g]; each != 0 && r < x_.starts[g + 1]; ++r) pull(x_.order[r], y_.order[s], each);
+      }
+    }
+  }
+
+  void pull(int64_t i, int64_t j, T slope) {
+    const T away = p_.squared ? T(0.5) : distance(i, j), factor = away == 0 ? T(0) : slope / away;
+    for (int64_t d = 0; d < depth_; d += L) {
+      T *const to_x = of_x_ + i * depth_ + d, *const to_y = of_y_ + j * depth_ + d;
+      const V<T> part = (load(points_x_ + i * depth_ + d) - load(points_y_ + j * depth_ + d)) * factor;
+      store(to_x, load(to_x) + part), store(to_y, load(to_y) - part);
+    }
+  }
+
+  void form_means(const Ranking<T>& line, const T* from, T* to) const {
+    for (size_t h = 0; h + 1 < line.starts.size(); ++h) {
+      std::fill_n(to + h * width_, width_, T(0));
+      const T share = T(1) / T(line.starts[h + 1] - line.starts[h]);
+      for (int64_t s = line.starts[h]; s < line.starts[h + 1]; ++s)
+        add_row(share, from + line.order[s] * width_, to + h * width_);
     }
   }
 
@@ -2508,7 +2609,7 @@ template <class T> class HardHead : SlicedHead<T> {
   const int64_t depth_, width_;
   Ranking<T> x_, y_;
   std::vector<Meeting> grouped_;
-  T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_;
+  T *points_x_, *points_y_, *values_, *means_, *mixed_, *received_, *grads_, *grad_means_, *of_x_, *of_y_, *of_values_;
 };
 
 template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
@@ -2518,7 +2619,7 @@ template <class T> bool sort(const Esp& p, const EspSlopes* slopes) {
     const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
     if (queries.none || keys.none) return;
     if (p.softly) SoftHead<T>(p, slopes, index, scratch, queries, keys).run();
-    else HardHead<T>(p, index, scratch, queries, keys).run();
+    else HardHead<T>(p, slopes, index, scratch, queries, keys).run();
   });
 }
 
