@@ -121,6 +121,7 @@ class KeyFigure(NamedTuple):
 def key_figures(report: Report) -> list[KeyFigure]:
     """Speed, agreement, accuracy, the worst layer, and how many examples they rest on."""
     model, figures, worst = report.model, list[KeyFigure](), report.worst_site
+    timed = model.to_json()
 
     def add(name: str, metric: str, value: str, *notes: str, scope: str = "model") -> None:
         change = changed(report, metric, scope)
@@ -132,16 +133,16 @@ def key_figures(report: Report) -> list[KeyFigure]:
         exactly = lossless is not None and report.approximated
         ratio = f"{number(speedup)}x"
         shown = ("equal", ratio) if equally_fast(model.confidence.get("speedup")) else (ratio,)
-        add("speed", "speedup", *shown, _whole_times(model), _interval(model, "speedup") or FEW_ROUNDS,
+        add("speed", "speedup", *shown, _whole_times(model), _interval(timed, "speedup") or FEW_ROUNDS,
             f"{number(lossless)}x with every loop kept exactly (lossless)" if exactly else "",
-            *_under_torch_compile(model.values))  # fmt: skip
+            *_under_torch_compile(timed))  # fmt: skip
     for words, key in (("agreement", "prediction_agreement"), ("accuracy", "accuracy_compiled"),
                        ("own metric", "metric_compiled"), ("drop", "metric_drop")):  # fmt: skip
         if model.metric(key) is not None:
             teachers = model.metric(key.replace("_compiled", "_teacher"))
             of_teacher = f"the teacher's {metric_text(key, teachers)}" if "_compiled" in key else ""
             name = shortened(model.own_metric or "", 50) if key == "metric_compiled" else ""
-            add(words, key, metric_text(key, model.metric(key)), name, _interval(model, key), of_teacher)
+            add(words, key, metric_text(key, model.metric(key)), name, _interval(timed, key), of_teacher)
     if worst is not None:
         where = f"attention error of {shortened(worst.name)}, {worst.operator}"
         add("worst layer", ERROR, number(worst.metric(ERROR)), where, scope=worst.name)
@@ -158,9 +159,9 @@ def _whole_times(model: ModelReport) -> str:
     return "" if None in times else " -> ".join(f"{number(time)} ms" for time in times) + batch
 
 
-def _interval(model: ModelReport, key: str) -> str:
-    ends = interval_text(key, model.confidence)
-    return f"{model.confidence_level:.0%} interval {ends}" if ends else ""
+def _interval(timed: Mapping[str, Any], key: str) -> str:
+    ends = interval_text(key, timed.get("confidence", {}))
+    return f"{timed.get('confidence_level', LEVEL):.0%} interval {ends}" if ends else ""
 
 
 def report_brief(report: Report) -> list[str]:
@@ -228,10 +229,9 @@ def _ratio(timed: Mapping[str, Any], key: str) -> str | None:
     """"8.2x, 95% interval 8.0 to 8.4", or "equal" of two that are; None of what was not timed."""
     if timed.get(key) is None:
         return None
-    confidence = timed.get("confidence", {})
-    ends = interval_text(key, confidence)
-    ratio = "equal" if equally_fast(confidence.get(key)) else f"{number(timed[key])}x"
-    return f"{ratio}, {LEVEL:.0%} interval {ends}" if ends else ratio
+    equal = equally_fast(timed.get("confidence", {}).get(key))
+    ratio = "equal" if equal else f"{number(timed[key])}x"
+    return ", ".join(filter(None, (ratio, _interval(timed, key))))
 
 
 def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
@@ -318,15 +318,11 @@ def _first(lines: Sequence[str], most: int) -> list[str]:
 
 def _wrapped(text: str, indent: str = "  ", most: int = WRAPPED) -> list[str]:
     """At most so many lines; a longer text ends in "…" after a whole word, and never inside `code`."""
-    words, room = one_line(text), {"max_lines": most, "placeholder": " …"}
-    lines = _lines(words, indent, **room)
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=indent, break_on_hyphens=False, max_lines=most, placeholder=" …"
+    )
+    lines = wrapper.wrap(one_line(text))
     shown = " ".join(line.strip() for line in lines)
     if shown.count("`") % 2 and shown.endswith(" …"):
-        lines = _lines(f"{shown[: shown.rindex('`')].rstrip()} …", indent, **room)
+        lines = wrapper.wrap(f"{shown[: shown.rindex('`')].rstrip()} …")
     return lines
-
-
-def _lines(text: str, indent: str, **room: Any) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False, **room
-    )
