@@ -70,7 +70,7 @@ def page(report: Report) -> dict[str, Any]:
     from asapc.report.figures import layer_pictures, model_pictures
 
     decision = decide(report)
-    judged, verdict, lossless = decision.judgement, report.gate.verdict, decision.lossless
+    judged, verdict = decision.judgement, report.gate.verdict
     sections = {"Layers": layers_table(report)}
     if judged.defaults:
         sections["Default limits"] = gate_table(judged.gate, "Default limits", DEFAULT_WORDS)
@@ -87,15 +87,12 @@ def page(report: Report) -> dict[str, Any]:
     return {
         "source": report.model.source or "a model",
         "decision": decision,
-        "word": verdict or "NO GATE",
+        "verdict": verdict,
         "tone": tone,
-        "basis": judged.basis,
         "warnings": [w for w in (*(w.text for w in report.warnings), report.chosen_elsewhere) if w],
         "figures": key_figures(report),
-        "lossless": "" if lossless is None else lossless.sentence,
         "how": LOSSLESS,
         "advice": advise(report)[:ADVICE],
-        "limits": judged.defaults,
         "pictures": model_pictures(report),
         "layers": [(site.name, layer_pictures(report, site)) for site in report.worst_first[:PICTURED]],
         "sections": {heading: tables for heading, tables in sections.items() if tables},
