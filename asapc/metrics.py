@@ -24,7 +24,7 @@ class Metric:
     doc:        what it is, in one line: on the page and in the schema.
     direction:  which way is better.
     scope:      what it is measured of.
-    label:      in words, of the whole model; without one, `column` or the key.
+    label:      in words, of the whole model; without one, the key.
     column:     the heading over it in a table; without one it is in no table of sites.
     low, high:  the least and the greatest value it can have.
     share:      a part of all examples: shown in per cent, compared in points, and too coarse to judge
@@ -58,10 +58,6 @@ class Metric:
     speed: bool = False
     budget: bool = False
     study: Literal["", "files", "table"] = ""
-
-    @property
-    def name(self) -> str:
-        return self.label or self.column or self.key.replace("_", " ")
 
     @property
     def bound(self) -> Literal["min", "max"]:

@@ -287,7 +287,7 @@ def _pair(report: Report, site: SiteReport) -> tuple[Tried, Tried]:
     """The candidate that a site became, and its exact operator; empty ones if the trail lacks them."""
     tried = report.trail.of(site.name)
     exact = (each for each in tried.candidates if each.operator == site.teacher_operator)
-    return tried.chosen or Tried(), next(exact, Tried())
+    return tried.chosen, next(exact, Tried())
 
 
 # What would help

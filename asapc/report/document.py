@@ -221,8 +221,9 @@ class TriedSite(Record):
     candidates: tuple[Tried, ...] = ()
 
     @property
-    def chosen(self) -> Tried | None:
-        return next((tried for tried in self.candidates if tried.chosen), None)
+    def chosen(self) -> Tried:
+        """An empty one where none is."""
+        return next((tried for tried in self.candidates if tried.chosen), Tried())
 
     @property
     def largest_shape(self) -> str:

@@ -21,7 +21,6 @@ from asapc.report.document import (
     GateReport,
     Report,
     SiteReport,
-    Tried,
     TriedSite,
     equally_fast,
     positive,
@@ -291,7 +290,7 @@ def _speed_of(site: SiteReport, trail: TriedSite) -> str:
     """The speed of a layer against its teacher's: equal if the interval of the ratio holds 1."""
     if site.operator == TEACHER:
         return "equal"
-    shape, chosen = trail.largest_shape, trail.chosen or Tried()
+    shape, chosen = trail.largest_shape, trail.chosen
     teacher, compiled = (positive(ms.get(shape)) for ms in (chosen.teacher_ms, chosen.latency_ms))
     if teacher is None or compiled is None:
         return "-"
@@ -310,13 +309,15 @@ def report_sections(report: Report) -> dict[str, list[Table]]:
     """By their heading on the page; a section may be empty."""
     document = report.to_json()
     sites, audit = document["sites"], document.get("soft_to_hard") or {}
+    errors = [{**site["metrics"], "name": site["name"], "operator": site["operator"]} for site in sites]
     return {
         "Gate": gate_table(report.gate),
         "Warnings": _warnings(document["warnings"]),
         "Whole model": [_model_table("Model", document["model"])],
         "Layers": [
-            *_fidelity_table(sites), *_certificates(_parts(sites, "certificates")),
-            *_lengths(_parts(sites, "by_length")), *_choices_of("Why", sites),
+            *_by_site("Fidelity to the teacher, per site", errors),
+            *_certificates(_parts(sites, "certificates")), *_lengths(_parts(sites, "by_length")),
+            *_choices_of("Why", sites),
         ],
         "How it was chosen": _selection_tables(document["selection"] or {}),
         "Soft to hard": _soft_to_hard(audit.get("variants", ())),
@@ -345,11 +346,10 @@ def _model_table(title: str, model: Result) -> Table:
     return Table(title, ("", "|", heading) if intervals else ("", ""), tuple(rows))
 
 
-def _fidelity_table(sites: Sequence[Result]) -> list[Table]:
-    keys = [m.key for m in METRICS if m.column and any(m.key in site["metrics"] for site in sites)]
-    rows = ({**site["metrics"], "name": site["name"], "operator": site["operator"]} for site in sites)
-    columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
-    return listed("Fidelity to the teacher, per site", rows, columns)
+def _by_site(title: str, sites: Sequence[Result], more: Mapping[str, Column] = {}) -> list[Table]:
+    """A column for each metric that any of the sites has."""
+    keys = [metric.key for metric in METRICS if metric.column and any(metric.key in x for x in sites)]
+    return listed(title, sites, {"site": "name", "operator": "operator", **_metrics(*keys), **more})
 
 
 _certificates = partial(listed, "Certificates", columns={
@@ -377,15 +377,6 @@ _warnings = partial(listed, "Warning: fits on too little data", columns={
     "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
     "needed|": "needed",
 })  # fmt: skip
-
-
-def _latency_table(sites: Sequence[Result]) -> list[Table]:
-    timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
-    keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
-    columns = {"site": "name", "operator": "operator", **_metrics(*keys)}
-    if any(site.get("confidence", {}).get("speedup") for site in sites):
-        columns["95% interval|"] = lambda site: interval_text("speedup", site["confidence"]) or "-"
-    return listed("Latency, per site", sites if keys else (), columns)
 
 
 def _selection_tables(selection: Result) -> list[Table]:
@@ -507,12 +498,16 @@ def refresh_tables(entry: Result) -> list[Table]:
 
 def bench_tables(bench: Result) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
+    sites = bench["sites"]
     kernels = {key: key for key in ("site", "operator", "shape", "kernel")} | {"because": "reason"}
+    intervals: dict[str, Column] = {}
+    if any(site.get("confidence", {}).get("speedup") for site in sites):
+        intervals["95% interval|"] = lambda site: interval_text("speedup", site["confidence"]) or "-"
     return [
         _model_table("Whole model", bench["model"]),
         *([_model_table("Whole model, ONNX Runtime", bench["onnx"])] if "onnx" in bench else []),
-        *_latency_table(bench["sites"]),
-        *listed("Kernels", _parts(bench["sites"], "kernels"), kernels),
+        *_by_site("Latency, per site", sites, intervals),
+        *listed("Kernels", _parts(sites, "kernels"), kernels),
     ]
 
 
