@@ -436,15 +436,9 @@ def _write(folder: Path, result: Mapping[str, Any]) -> None:
     writer.writeheader()
     writer.writerows(result["rows"])
     (folder / "study.csv").write_text(text.getvalue(), encoding="utf-8")
-    (folder / "study.md").write_text(study_markdown(result), encoding="utf-8")
-
-
-def study_markdown(result: Mapping[str, Any]) -> str:
-    """The tables of a study; ends in a newline."""
-    blocks = [f"# Study of {result['model']}"]
-    blocks += [markdown_table(table) for table in study_tables(result)]
-    blocks.append(
+    note = (
         "Sorted by attention l2, the mean over examples, heads and layers; * is on the Pareto front "
-        "of error and site time. Times are medians per site and batch, including prediction."
+        "of error and site time. Times are medians per site and batch, including prediction.\n"
     )
-    return "\n\n".join(blocks) + "\n"
+    blocks = [f"# Study of {result['model']}", *map(markdown_table, study_tables(result)), note]
+    (folder / "study.md").write_text("\n\n".join(blocks), encoding="utf-8")
