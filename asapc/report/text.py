@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from html import escape
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +21,10 @@ MAX_CHARACTERS = 65_000
 MAX_WIDTH = 110
 MAX_CELL = 300
 MAX_MESSAGES = 10
-# What XML 1.0 cannot hold, not even escaped.
-_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# Text without what XML 1.0 cannot hold, not even escaped.
+_writable = partial(
+    re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]").sub, "\ufffd"
+)
 ROW_LIMITS: tuple[int | None, ...] = (None, 500, 200, 100, 50, 20, 10, 5, 2)
 
 
@@ -31,18 +34,14 @@ def markdown(report: Report) -> str:
     The verdict comes first, then what failed, then tables, the wide ones folded. If it were too long,
     tables lose their last rows and say so.
     """
-    tables = report_tables(report)
-    for most in ROW_LIMITS:
-        text = _document(report, tables, most)
-        if len(text) <= MAX_CHARACTERS:
-            return text
-    while len(text) > MAX_CHARACTERS and tables:
-        tables = tables[:-1]
-        text = _document(report, tables, most, "Further tables are in report.json.")
-    return text
+    tables, note = report_tables(report), "Further tables are in report.json."
+    shorter = [(tables, most, "") for most in ROW_LIMITS]
+    shorter += [(tables[:left], ROW_LIMITS[-1], note) for left in reversed(range(len(tables)))]
+    texts = (_document(report, *parts) for parts in shorter)
+    return next(text for text in texts if len(text) <= MAX_CHARACTERS)
 
 
-def _document(report: Report, tables: list[Table], most: int | None, note: str = "") -> str:
+def _document(report: Report, tables: list[Table], most: int | None, note: str) -> str:
     failed = report.gate.failures
     lines = [
         f"- **{check.verdict}** {_escape(clipped(check.message, MAX_CELL))}"
@@ -127,7 +126,3 @@ def junit_text(report: Report) -> str:
     ElementTree.SubElement(suite, "system-out").text = _writable(headline(report))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
-
-
-def _writable(text: str) -> str:
-    return _UNWRITABLE.sub("\ufffd", text)
