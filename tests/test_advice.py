@@ -144,8 +144,6 @@ def test_what_a_report_decides(
     decision = decided(document)
     assert (decision.action, decision.sentence) == (action, sentence)
     assert because in decision.because
-    if decision.sentence.startswith("Look at"):
-        assert decision.site == sentence.split()[2]
 
 
 @pytest.mark.parametrize("low", [0.99, None])

@@ -63,24 +63,21 @@ class Judgement:
 class Lossless(NamedTuple):
     """The lossless model in place of the compiled one.
 
-    milliseconds: of the whole model.  near: it takes at most NEARLY longer, at every timed shape.
+    near: it takes at most NEARLY longer, at every timed shape.
     """
 
-    speedup: float | None
-    milliseconds: float
     near: bool
     sentence: str
 
 
 @dataclass(frozen=True)
 class Decision:
-    """sentence: what to do.  because: why, with the numbers.  site: the one to look at."""
+    """sentence: what to do.  because: why, with the numbers."""
 
     action: Literal["ship", "look", "lossless", "teacher", "measure"]
     sentence: str
     because: str
     judgement: Judgement
-    site: str | None = None
     lossless: Lossless | None = None
 
 
@@ -159,7 +156,7 @@ def decide(report: Report) -> Decision:
     if faster:
         return Decision("teacher", "Run the teacher under torch.compile.", faster, judged)
     near = lossless if lossless is not None and lossless.near else None
-    mends = lossless is not None and all(_kept(check, lossless) for check in gate.checks)
+    mends = lossless is not None and all(_kept(check, report) for check in gate.checks)
     instead = "Take the lossless model instead."
     if near is not None and mends:
         return Decision("lossless", instead, near.sentence, judged, lossless=near)
@@ -174,15 +171,16 @@ def decide(report: Report) -> Decision:
     slow = any((check.metric, check.scope) == ("speedup", "model") for check in gate.failures)
     if slow and speedup is not None and speedup < LEAST_SPEEDUP:
         because = f"The compiled model is slower: it runs at {number(speedup)}x the teacher's speed."
-        if mends and lossless is not None and (lossless.speedup or 0.0) >= LEAST_SPEEDUP:
-            because += f" The lossless model runs at {number(lossless.speedup)}x."
+        exact = finite(report.model.metric("speedup_lossless"))
+        if mends and exact is not None and exact >= LEAST_SPEEDUP:
+            because += f" The lossless model runs at {number(exact)}x."
             return Decision("lossless", instead, because, judged, lossless=lossless)
         return Decision("teacher", "Keep the teacher.", because, judged)
     names = {site.name for site in sites}
     check = next((check for check in gate.failures if check.scope in names), gate.failures[0])
     site = check.scope if check.scope in names else _worst_contributor(report, check)
     what = "Do not ship it yet." if site is None else f"Look at {clipped(site, 80)} first."
-    return Decision("look", what, _message(check), judged, site)
+    return Decision("look", what, _message(check), judged)
 
 
 def _unproven(report: Report, judged: Judgement) -> str:
@@ -248,7 +246,7 @@ def _lossless(report: Report) -> Lossless | None:
         "teacher's attention exactly, up to rounding."
     )
     near = exact <= (1 + NEARLY) * compiled and not _falls_behind(report)
-    return Lossless(finite(model.metric("speedup_lossless")), exact, near, sentence)
+    return Lossless(near, sentence)
 
 
 def _falls_behind(report: Report) -> bool:
@@ -264,7 +262,7 @@ def _falls_behind(report: Report) -> bool:
     return len(shapes) > 1 and any(map(behind, shapes))
 
 
-def _kept(check: Check, lossless: Lossless) -> bool:
+def _kept(check: Check, report: Report) -> bool:
     """Whether the lossless model, which is the teacher up to rounding, would pass a check.
 
     Its speed and its time are held against the compiled model's limits; what approximates nothing has no
@@ -272,9 +270,9 @@ def _kept(check: Check, lossless: Lossless) -> bool:
     """
     if check.kind == "plausibility":
         return check.passed
-    speed = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.milliseconds}
+    speed = {"speedup": "speedup_lossless", "latency_compiled_ms": "latency_lossless_ms"}
     if check.scope == "model" and check.metric in speed:
-        value, least = speed[check.metric], check.min
+        value, least = finite(report.model.metric(speed[check.metric])), check.min
         if check.baseline is not None:
             least = check.baseline * (1 - (check.allowed or 0.0))
         most = math.inf if check.max is None else check.max
