@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -198,7 +199,7 @@ def budget_of(
 ) -> tuple[Budget, Stabiliser | None]:  # fmt: skip
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
-    at_mild = _budget(groups_of(mildest, multiplier), sides, most)
+    at_mild = search_budget(groups_of(mildest, multiplier), loop_plans, sides, most)
     # A constant of 1e-6 is seen at mild scores, too, and a large one is nothing else.
     if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
         stabilised = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
@@ -212,7 +213,7 @@ def budget_of(
         )
     # Only what looks converged at mild scores may be longer than it looks there.
     most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
-    budget = _budget(groups_of(samples, multiplier), sides, most)
+    budget = search_budget(groups_of(samples, multiplier), loop_plans, sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
         stabilised = _stabilised(samples, multiplier, sides, guesses, most)
@@ -457,15 +458,14 @@ Plans = Callable[[Side], Iterator[Tensor]]
 
 
 def search_budget(
-    targets: Sequence[Tensor], plans: Sequence[Plans], sides: Sequence[Side] = BOTH,
-    most: int = MAX_HALF_STEPS,
-) -> Budget:  # fmt: skip
+    groups: Sequence[Sample], plans_of: Callable[[Sample], Plans], sides: Sequence[Side], most: int
+) -> Budget:
     """The shortest loop, among those that end on `sides`, that is as good as the best.
 
-    targets: attention [G, H, N, M] of each group of samples; plans: the loops that should give it;
-    most: the longest that is tried.
-    Every target counts up to a number: an output factor is looked for afterwards.
+    groups: as of groups_of; plans_of: the loops that should give their maps; most: the longest that is
+    tried.  Every map counts up to a number: an output factor is looked for afterwards.
     """
+    maps, plans = [group.attention for group in groups], [plans_of(group) for group in groups]
     errors: dict[tuple[Side, int], float] = {}
     for first in BOTH:
         running = [make(first) for make in plans]
@@ -474,7 +474,7 @@ def search_budget(
                 break
             if Convention(half_steps, first, 1.0).last_side not in sides:
                 continue
-            error = errors[first, half_steps] = max(map(_up_to_scale, ours, targets))
+            error = errors[first, half_steps] = max(map(_up_to_scale, ours, maps))
             if error <= EXACT:
                 most = min(most, half_steps + BEYOND)
     least = min(errors.values())
@@ -519,21 +519,10 @@ def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
     return math.inf if error != error else error
 
 
-def _budget(
-    groups: Sequence[Sample], sides: Sequence[Side], most: int, stabiliser: Stabiliser | None = None
-) -> Budget:
-    """As search_budget, of samples with scores in units of epsilon."""
-    plans = [
-        loop_plans(group) if stabiliser is None else _stabilised_plans(group, stabiliser)
-        for group in groups
-    ]
-    return search_budget([group.attention for group in groups], plans, sides, most)
-
-
 def nearest(samples: Sequence[Sample]) -> Budget:
     """The short loop that comes nearest at mild scores.  Raises NoFit where there is no multiplier."""
     mild = [sample for sample in samples if sample.mild]
-    return _budget(groups_of(mild[:2], score_multiplier(mild)), BOTH, SHORT)
+    return search_budget(groups_of(mild[:2], score_multiplier(mild)), loop_plans, BOTH, SHORT)
 
 
 def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
@@ -565,9 +554,10 @@ def _stabilised(
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
     best: tuple[Budget, Stabiliser] | None = None
     for stabiliser in guesses.stabilisers():
-        if not _budget(mildest, sides, most, stabiliser).error <= STABILISED:
+        plans_of = partial(_stabilised_plans, stabiliser=stabiliser)
+        if not search_budget(mildest, plans_of, sides, most).error <= STABILISED:
             continue
-        budget = _budget(groups, sides, most, stabiliser)
+        budget = search_budget(groups, plans_of, sides, most)
         if best is None or budget.error < best[0].error:
             best = budget, stabiliser
         if budget.error <= EXACT:
