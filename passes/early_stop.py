@@ -36,7 +36,7 @@ from asapc.passes.cut import (
     may_change,
     walked,
 )
-from asapc.passes.experiment import STABILISED, NoFit, relative_error, snapped
+from asapc.passes.experiment import STABILISED, Lengths, NoFit, relative_error, snapped
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
 from asapc.program.calls import copied, operator_calls
@@ -91,9 +91,6 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
             if scores not in tried and may_change(stop.residual):
                 return f"a loop that may end early on {spoken(stop.residual)} stays as it is"
     return None
-
-
-Lengths = dict[Any, int]
 
 
 @dataclass(frozen=True)

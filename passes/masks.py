@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from asapc.passes.cut import depends_on_data, is_tensor
+from asapc.passes.cut import behind, depends_on_data, is_tensor
 from asapc.passes.plan.positive import least_of
 from asapc.passes.products import COPIES, RESHAPES, rank_of, same
 
@@ -97,7 +97,7 @@ def _merged_varies(node: Node, axis: int, heads: int) -> bool:
     if node.target is aten.unsqueeze.default:
         return _merged_varies(source, _before(node, axis), heads)
     if node.target in RESHAPES:
-        return _merged(node, _unshaped(source), axis, heads)
+        return _merged(node, behind(source, {*RESHAPES, *COPIES}), axis, heads)
     if node.target is aten.repeat_interleave.self_int:
         repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
         return not (repeats == heads and place == axis + len(shape))
@@ -142,27 +142,18 @@ def _before(node: Node, axis: int) -> int:
 def _reshaped(node: Node, source: Node, axis: int) -> bool:
     """Through a reshape, or several, such as [B, H, 1, M] to [B * H, 1, M] and back: along an axis of the
     same size, with the same sizes before it, or the same behind it."""
-    source = _unshaped(source)
+    source = behind(source, {*RESHAPES, *COPIES})
     now, then = _long_axes(node), _long_axes(source)
     if axis not in now:  # of a size that is always 1
         return False
     sizes, others = node.meta["val"].shape, source.meta["val"].shape
     place = now.index(axis)
     pairs = list(zip(now[: place + 1], then, strict=False))
-    behind = list(zip(now[place:][::-1], then[::-1], strict=False))
-    for matched, count in ((pairs, place + 1), (behind, len(now) - place)):
+    after = list(zip(now[place:][::-1], then[::-1], strict=False))
+    for matched, count in ((pairs, place + 1), (after, len(now) - place)):
         if len(matched) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in matched):
             return varies(source, matched[-1][1])
     return True
-
-
-def _unshaped(source: Node) -> Node:
-    """What a reshape is of, before all reshapes and copies."""
-    while source.target in {*RESHAPES, *COPIES}:
-        inner = source.args[0]
-        assert isinstance(inner, Node)
-        source = inner
-    return source
 
 
 def _long_axes(node: Node) -> list[int]:

@@ -10,7 +10,7 @@ are two side by side. What a loop computes is for experiments to say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.passes.cut import (
     ancestors,
+    behind,
     data_dependent,
     depends_on_data,
     descendants,
@@ -133,7 +134,7 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     A slack of one number, or of one weight, that is never normalised adds it to every sum.
     """
     slices = {aten.slice.Tensor}
-    whole = {node: replace(one, matrix=_behind(one.matrix, slices)) for node, one in sums.items()}
+    whole = {node: replace(one, matrix=behind(one.matrix, slices)) for node, one in sums.items()}
     why = (
         "each of its sums leaves out a row or column, which is not normalised itself: its plan is not a "
         "row and column scaling with marginals"
@@ -143,7 +144,7 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
         leaves_out = any(whole[node].matrix is not sums[node].matrix for node in chain)
         if len(chain) < 3 or {sums[node].axis for node in chain} != {-1, -2} or not leaves_out:
             continue
-        padded = _behind(whole[chain[0]].matrix, {*SQUEEZES, *VIEWS})
+        padded = behind(whole[chain[0]].matrix, {*SQUEEZES, *VIEWS})
         scores = padded.all_input_nodes[0] if padding_of(padded) is not None else _beside_slack(padded)
         if scores is not None:
             loops.append(Loop(tuple(chain), scores, (-2, -1), slack=True))
@@ -163,12 +164,6 @@ def _beside_slack(matrix: Node) -> Node | None:
     sizes, wholes = (node.meta["val"].shape[-2:] for node in (scores, matrix))
     beside = all(same(size + 1, whole) for size, whole in zip(sizes, wholes, strict=True))
     return scores if beside else None
-
-
-def _behind(node: Node, targets: Collection[Any]) -> Node:
-    while node.target in targets:
-        (node,) = node.all_input_nodes[:1]
-    return node
 
 
 def _sum_of(node: Node) -> _Sum | None:
