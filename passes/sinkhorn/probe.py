@@ -37,7 +37,7 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
-from asapc.passes.experiment import EXACT, STABILISED, Lengths, NoFit, Sized, relative_error
+from asapc.passes.experiment import EXACT, STABILISED, Lengths, NoFit, Sized, normal, relative_error
 
 MAX_HALF_STEPS = 1024
 BOTH: tuple[Side, ...] = ("row", "column")
@@ -236,8 +236,7 @@ def blocks(size: Sequence[int]) -> Iterator[Tensor]:
     """
     queries, keys = size[-2:]
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+    noise = normal(size, torch.Generator().manual_seed(3))
     for gap in GAPS:
         yield noise - gap * across
 
@@ -261,14 +260,12 @@ class Drawn:
 
     def scores(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """[*, N, M]"""
-        def noise(size: Sequence[int]) -> Tensor:
-            return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
-
-        s = self.spread * noise(size)
+        s = self.spread * normal(size, generator)
         if self.zeros:
             rows, columns = (torch.arange(length) for length in size[-2:])
             s = s.masked_fill((rows[:, None] + columns) % 3 == 0, 0.0)
-        by_row, by_column = noise((*size[:-1], 1)), noise((*size[:-2], 1, size[-1]))
+        lines = ((*size[:-1], 1), (*size[:-2], 1, size[-1]))
+        by_row, by_column = (normal(along, generator) for along in lines)
         return s + self.rows * by_row + self.columns * by_column + self.all
 
 
