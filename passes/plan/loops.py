@@ -170,20 +170,21 @@ def _sum_of(node: Node) -> _Sum | None:
     """A sum over one axis of something with at least two that is normalised by it."""
     if node.op != "call_function" or not is_tensor(node):
         return None
+    if node.target in SOFTMAXES or node.target is aten.logsumexp.default:
+        return _sum_over(node, node.args[1])
+    one: _Sum | None = None
     if node.target in PRODUCTS:
-        return _vector_product(node)
-    if node.target in SUMS and (spread := _spread_sum(node)) is not None:
-        return spread
+        one = _vector_product(node)
+    elif node.target in SUMS:
+        one = _spread_sum(node) or _sum_over(node, node.args[1])
+    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],):
+        one = _sum_over(node, node.args[2] if len(node.args) > 2 else None)
+    return one if one is not None and is_divided_by(node) else None
+
+
+def _sum_over(node: Node, dims: Any) -> _Sum | None:
     matrix = node.args[0] if node.args else None
     if not isinstance(matrix, Node) or not is_tensor(matrix) or rank_of(matrix) < 2:
-        return None
-    dims: Any
-    whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
-    if whole or (node.target in SUMS and is_divided_by(node)):
-        dims = node.args[1]
-    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and is_divided_by(node):
-        dims = node.args[2] if len(node.args) > 2 else None
-    else:
         return None
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, (list, tuple)) or len(dims) != 1:
@@ -203,18 +204,16 @@ def _vector_product(node: Node) -> _Sum | None:
         summed = [letter for letter in many if letter not in out]
         if not set(few) <= set(many) or len(many) != len(out) + 1 or len(summed) != 1:
             return None
-        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if is_divided_by(node) else None
+        return _Sum(node, matrix, many.index(summed[0]) - len(many))
     left, right = node.args[0], node.args[1]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     product = product_of(node)
-    if product is not None and is_vector(product):
-        return _Sum(node, left, -1) if is_divided_by(node) else None
     narrow = rank_of(right) == 1 or (rank_of(right) == 2 and same(right.meta["val"].shape[-1], 1))
-    if narrow and rank_of(left) >= 2:
-        return _Sum(node, left, -1) if is_divided_by(node) else None
+    if (product is not None and is_vector(product)) or (narrow and rank_of(left) >= 2):
+        return _Sum(node, left, -1)
     if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
-        return _Sum(node, right, -2) if is_divided_by(node) else None
+        return _Sum(node, right, -2)
     return None
 
 
@@ -232,7 +231,7 @@ def _spread_sum(node: Node) -> _Sum | None:
     inserted: Any = moving[0].args[1]
     rank = rank_of(product)
     axis, added = dims[0] % rank, inserted % rank
-    if rank < 3 or axis == added or not is_divided_by(node):
+    if rank < 3 or axis == added:
         return None
     return _Sum(node, matrix, axis - (axis > added) - (rank - 1))
 

@@ -124,6 +124,7 @@ class Budget:
     half_steps: int
     error: float
     rival: tuple[Side, int] | None = None
+    stabiliser: Stabiliser | None = None
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,16 @@ def identify(
     sides: Sequence[Side] = BOTH  # of given marginals, no constant ones
     if not any(sample.is_given for sample in samples):
         sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
-    loop: tuple[Budget, Stabiliser | None] | None
+    budget: Budget | None
     if sides:
-        loop = budget_of(samples, multiplier, sides, tolerance, guesses, most)
+        budget = budget_of(samples, multiplier, sides, tolerance, guesses, most)
     else:  # a large constant takes a part of every mass
-        loop = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
-    if loop is None:
+        budget = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
+    if budget is None:
         raise NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    budget, stabiliser = loop
     masked = {"mask": "key"} if any(sample.keep is not None for sample in samples) else {}
-    convention = made(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser, **masked)
+    loop = (budget.half_steps, budget.first_side, multiplier)
+    convention = made(*loop, stabiliser=budget.stabiliser, **masked)
     fit = with_factor(convention, samples, mildest)
     if budget.rival is None:
         return fit
@@ -196,7 +197,7 @@ def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def budget_of(
     samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], tolerance: float,
     guesses: Guesses, most: int,
-) -> tuple[Budget, Stabiliser | None]:  # fmt: skip
+) -> Budget:  # fmt: skip
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
     at_mild = search_budget(groups_of(mildest, multiplier), loop_plans, sides, most)
@@ -214,18 +215,15 @@ def budget_of(
     # Only what looks converged at mild scores may be longer than it looks there.
     most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
     budget = search_budget(groups_of(samples, multiplier), loop_plans, sides, most)
-    stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
-        stabilised = _stabilised(samples, multiplier, sides, guesses, most)
-        if stabilised is not None:
-            budget, stabiliser = stabilised
+        budget = _stabilised(samples, multiplier, sides, guesses, most) or budget
     if not budget.error <= max(tolerance, HELD):
         raise NoFit(
             f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
             "ones: a constant in its divisions, a clamp or a damping that is not known",
             budget.error,
         )
-    return budget, stabiliser
+    return budget
 
 
 def blocks(size: Sequence[int]) -> Iterator[Tensor]:
@@ -546,20 +544,20 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
 
 def _stabilised(
     samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], guesses: Guesses, most: int
-) -> tuple[Budget, Stabiliser] | None:
+) -> Budget | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
-    best: tuple[Budget, Stabiliser] | None = None
+    best: Budget | None = None
     for stabiliser in guesses.stabilisers():
         plans_of = partial(_stabilised_plans, stabiliser=stabiliser)
         if not search_budget(mildest, plans_of, sides, most).error <= STABILISED:
             continue
-        budget = search_budget(groups, plans_of, sides, most)
-        if best is None or budget.error < best[0].error:
-            best = budget, stabiliser
+        budget = replace(search_budget(groups, plans_of, sides, most), stabiliser=stabiliser)
+        if best is None or budget.error < best.error:
+            best = budget
         if budget.error <= EXACT:
             break
-    return best if best is not None and best[0].error <= STABILISED else None
+    return best if best is not None and best.error <= STABILISED else None
 
 
 def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:
