@@ -31,14 +31,7 @@ from asapc.passes.cut import (
     separate,
     walked,
 )
-from asapc.passes.esp.probe import (
-    NO_ORDER,
-    NO_TEMPERATURE,
-    EspFit,
-    drawn,
-    identify_esp,
-    tied_points,
-)
+from asapc.passes.esp.probe import NO_ORDER, NO_TEMPERATURE, EspFit, drawn, identify_esp, tied_points
 from asapc.passes.esp.site import EspSite
 from asapc.passes.experiment import STABILISED, Experiment, Lengths, NoFit, normal, once, outcome
 from asapc.passes.products import (
