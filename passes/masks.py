@@ -67,8 +67,8 @@ def varies(node: Node, axis: int, heads: int | None = None) -> bool:
 def _constant_varies(node: Node, axis: int) -> bool:
     """Of what no tensor is the first operand of: a constant holds what it will hold."""
     example, sizes = node.meta.get("example"), node.meta["val"].shape
-    known = isinstance(example, torch.Tensor) and all(isinstance(size, int) for size in sizes)
-    if not known or depends_on_data(node) or node.all_input_nodes:
+    fixed = not (depends_on_data(node) or node.all_input_nodes) and all(type(x) is int for x in sizes)
+    if not (fixed and isinstance(example, torch.Tensor)):
         return True
     return bool((example != example.select(axis, 0).unsqueeze(axis)).any())
 
