@@ -39,6 +39,10 @@ class OutputFactor(Record):
     active: float = 0
     shown: float | None = optional()
 
+    def value(self, queries: int, keys: int, active: float = 1.0) -> float:
+        """Of numbers of tokens, without that of shown queries."""
+        return float(self.coefficient * queries**self.queries * keys**self.keys * active**self.active)
+
     def __str__(self) -> str:
         powers = (("N", self.queries), ("M", self.keys), ("n", self.active), ("n_q", self.shown))
         names = [name if power == 1 else f"{name}^{power:g}" for name, power in powers if power]

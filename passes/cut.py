@@ -236,6 +236,13 @@ def mask_root(node: Node) -> Node:
         node = sources[0]
 
 
+def behind(node: Node, targets: Container[Any]) -> Node:
+    """What operators in `targets`, such as reshapes, were applied to."""
+    while node.target in targets:
+        (node,) = node.all_input_nodes[:1]
+    return node
+
+
 def descendants(nodes: Sequence[Node]) -> set[Node]:
     """Everything computed from the nodes, without them."""
     return reached((user for node in nodes for user in node.users), lambda node: node.users)

@@ -36,7 +36,7 @@ from asapc.passes.cut import (
     may_change,
     walked,
 )
-from asapc.passes.experiment import STABILISED, NoFit, relative_error, snapped
+from asapc.passes.experiment import STABILISED, Lengths, NoFit, normal, relative_error, snapped
 from asapc.passes.products import BARRIERS, NORMALISERS, SOFTMAXES
 from asapc.passes.sinkhorn.probe import HELD, Sample, map_of
 from asapc.program.calls import copied, operator_calls
@@ -91,9 +91,6 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
             if scores not in tried and may_change(stop.residual):
                 return f"a loop that may end early on {spoken(stop.residual)} stays as it is"
     return None
-
-
-Lengths = dict[Any, int]
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ def check_stops(loop: Stopping, crowds: Iterable[Crowd]) -> None:
     generator = torch.Generator().manual_seed(4)
     for crowd in crowds:
         lengths = crowd.lengths
-        noise = torch.randn(tuple(loop.size(lengths)), generator=generator, dtype=torch.float64)
+        noise = normal(loop.size(lengths), generator)
         only = torch.zeros_like(noise)
         only[crowd.only] = noise[crowd.only]
         smaller = crowd.diluted(loop, only)
@@ -262,7 +259,7 @@ def ending_of(
     in_order, settings = [stops[x] for x in residuals], settings_of(convention)
     cuts = [residuals_cut(loop.program, in_order, loop.inputs, x) for x in (torch.float64, None)]
     for at, spread in itertools.product(lengths, UNEVEN):
-        noise = spread * torch.randn(tuple(loop.size(at)), generator=generator, dtype=torch.float64)
+        noise = spread * normal(loop.size(at), generator)
         noise[:1] *= 2.0  # a mean over examples is no largest one
         for number, drawn in enumerate((noise, *hidden(noise))):
             tensors, given = loop.feed(drawn, at, None)

@@ -115,6 +115,11 @@ def assigned(sizes: Iterable[tuple[Any, int]]) -> Lengths:
     return numbers
 
 
+def normal(size: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random numbers of a standard deviation of 1, float64."""
+    return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+
+
 class Sized:
     """What is run at sizes of our choosing.
 
@@ -141,8 +146,7 @@ class Sized:
         return torch.Generator().manual_seed(0)
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Random numbers of a standard deviation of 1."""
-        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
+        return normal(shape, self.generator)
 
     def small(self, more: int = 5, examples: int = 0) -> list[Lengths]:
         """Small, different numbers for the sizes that are free, and a second time with `more` tokens and

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import OutputFactor
 from asapc.operators.catalogue import Operator
 from asapc.operators.masks import MASKED_BELOW
+from asapc.passes.cut import behind
 from asapc.passes.products import RESHAPES, SAME, Canonical, KeyMask, Product, rank_of
 from asapc.program.calls import SITE, put_call, put_tensor
 
@@ -224,9 +225,7 @@ def _unmerged(canonical: Canonical, heads: int) -> Node | None:
 
 def _narrowest(node: Node) -> Node:
     """The [B, M] tensor a repeated key mask was spread from, so that [B, H, N, M] is never built."""
-    current = node
-    while current.target in (aten.repeat.default, aten.expand.default, aten.unsqueeze.default):
-        (current,) = current.all_input_nodes[:1]
+    current = behind(node, (aten.repeat.default, aten.expand.default, aten.unsqueeze.default))
     sizes = node.meta["val"].shape
     narrow = rank_of(current) == 2 and len(sizes) >= 3
     wanted = [str(sizes[0]), str(sizes[-1])]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from asapc.passes.cut import depends_on_data, is_tensor
+from asapc.passes.cut import behind, depends_on_data, is_tensor
 from asapc.passes.plan.positive import least_of
 from asapc.passes.products import COPIES, RESHAPES, rank_of, same
 
@@ -34,29 +34,43 @@ _POINTWISE = {  # without torch's tag
 _PLACES = {*_SPREAD, *RESHAPES, aten.unsqueeze.default, aten.transpose.int}
 
 
-def varies(node: Node, axis: int) -> bool:
-    """Whether entries may differ along an axis, counted from the last: -1, -2, ..."""
+def varies(node: Node, axis: int, heads: int | None = None) -> bool:
+    """Whether entries may differ along an axis, counted from the last: -1, -2, ...
+
+    heads: of an axis of b * heads + h, whether they may differ between the heads of an example.
+    """
     value = node.meta["val"]
-    if -axis > value.dim() or same(value.shape[axis], 1):
+    if -axis > value.dim() or same(value.shape[axis], 1) or node.target in FILLED or _is_always(node):
         return False
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if node.target in FILLED or _is_always(node):
-        return False
-    if node.target is aten.index.Tensor and source is not None:
-        return _indexed(node, source, axis)
-    if node.target in _SPREAD and source is not None:
-        return varies(source, axis)
-    if node.target is aten.unsqueeze.default and source is not None:
-        return varies(source, _before(node, axis))
-    if node.target in RESHAPES and source is not None:
-        return _reshaped(node, source, axis)
     if _is_pointwise(node):
-        return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
-    if not depends_on_data(node) and not node.all_input_nodes:
-        example = node.meta.get("example")  # a constant: what it holds is what it will hold
-        if isinstance(example, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
-            return bool((example != example.select(axis, 0).unsqueeze(axis)).any())
-    return True
+        return any(varies(operand, axis, heads) for operand in node.all_input_nodes if is_tensor(operand))
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if source is None:
+        return heads is not None or _constant_varies(node, axis)
+    if node.target is aten.unsqueeze.default:
+        return varies(source, _before(node, axis), heads)
+    if node.target in RESHAPES:
+        source = behind(source, {*RESHAPES, *COPIES})
+        return _reshaped(node, source, axis) if heads is None else _merged(node, source, axis, heads)
+    if node.target is aten.index.Tensor and heads is None:
+        return _indexed(node, source, axis)
+    if node.target is aten.repeat_interleave.self_int and heads is not None:
+        repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
+        return not (repeats == heads and place == axis + value.dim())
+    if node.target in (aten.repeat.default, aten.slice.Tensor) and heads is not None:
+        before = source.meta["val"].shape  # not all examples and heads, or more of them
+        if -axis > len(before) or not same(value.shape[axis], before[axis]):
+            return True
+    return node.target not in _SPREAD or varies(source, axis, heads)
+
+
+def _constant_varies(node: Node, axis: int) -> bool:
+    """Of what no tensor is the first operand of: a constant holds what it will hold."""
+    example, sizes = node.meta.get("example"), node.meta["val"].shape
+    fixed = not (depends_on_data(node) or node.all_input_nodes) and all(type(x) is int for x in sizes)
+    if not (fixed and isinstance(example, torch.Tensor)):
+        return True
+    return bool((example != example.select(axis, 0).unsqueeze(axis)).any())
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -80,34 +94,7 @@ def heads_vary(node: Node, heads: int, batch: Any | None) -> bool:
         return False
     if value.dim() == 3 and batch is not None and same(value.shape[0], batch):
         return not same(value.shape[1], 1)
-    return varies(node, -3) if value.dim() == 4 else _merged_varies(node, -3, heads)
-
-
-def _merged_varies(node: Node, axis: int, heads: int) -> bool:
-    """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
-    shape = node.meta["val"].shape
-    if -axis > len(shape) or same(shape[axis], 1) or node.target in FILLED:
-        return False
-    if _is_pointwise(node):
-        operands = (operand for operand in node.all_input_nodes if is_tensor(operand))
-        return any(_merged_varies(operand, axis, heads) for operand in operands)
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if source is None:
-        return True
-    if node.target is aten.unsqueeze.default:
-        return _merged_varies(source, _before(node, axis), heads)
-    if node.target in RESHAPES:
-        return _merged(node, _unshaped(source), axis, heads)
-    if node.target is aten.repeat_interleave.self_int:
-        repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
-        return not (repeats == heads and place == axis + len(shape))
-    if node.target is aten.repeat.default:
-        repeats = node.args[1]
-        assert isinstance(repeats, list | tuple)
-        return not same(repeats[axis], 1) or _merged_varies(source, axis, heads)
-    if node.target is aten.slice.Tensor and not same(shape[axis], source.meta["val"].shape[axis]):
-        return True
-    return node.target not in _SPREAD or _merged_varies(source, axis, heads)
+    return varies(node, -3, None if value.dim() == 4 else heads)
 
 
 def _merged(node: Node, source: Node, axis: int, heads: int) -> bool:
@@ -120,7 +107,7 @@ def _merged(node: Node, source: Node, axis: int, heads: int) -> bool:
         total = total * sizes[at]
         if same(total, node.meta["val"].shape[axis]):
             if count == 1:
-                return _merged_varies(source, at, heads)
+                return varies(source, at, heads)
             return not same(sizes[at], heads) or varies(source, at)
     # [B, N] repeated to [B, H N], which is [B H, N]
     if source.target is not aten.repeat.default:
@@ -142,27 +129,17 @@ def _before(node: Node, axis: int) -> int:
 def _reshaped(node: Node, source: Node, axis: int) -> bool:
     """Through a reshape, or several, such as [B, H, 1, M] to [B * H, 1, M] and back: along an axis of the
     same size, with the same sizes before it, or the same behind it."""
-    source = _unshaped(source)
     now, then = _long_axes(node), _long_axes(source)
     if axis not in now:  # of a size that is always 1
         return False
     sizes, others = node.meta["val"].shape, source.meta["val"].shape
     place = now.index(axis)
     pairs = list(zip(now[: place + 1], then, strict=False))
-    behind = list(zip(now[place:][::-1], then[::-1], strict=False))
-    for matched, count in ((pairs, place + 1), (behind, len(now) - place)):
+    after = list(zip(now[place:][::-1], then[::-1], strict=False))
+    for matched, count in ((pairs, place + 1), (after, len(now) - place)):
         if len(matched) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in matched):
             return varies(source, matched[-1][1])
     return True
-
-
-def _unshaped(source: Node) -> Node:
-    """What a reshape is of, before all reshapes and copies."""
-    while source.target in {*RESHAPES, *COPIES}:
-        inner = source.args[0]
-        assert isinstance(inner, Node)
-        source = inner
-    return source
 
 
 def _long_axes(node: Node) -> list[int]:

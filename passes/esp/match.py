@@ -31,17 +31,9 @@ from asapc.passes.cut import (
     separate,
     walked,
 )
-from asapc.passes.esp.probe import (
-    NO_ORDER,
-    NO_TEMPERATURE,
-    EspFit,
-    apart,
-    drawn,
-    identify_esp,
-    tied_points,
-)
+from asapc.passes.esp.probe import NO_ORDER, NO_TEMPERATURE, EspFit, drawn, identify_esp, tied_points
 from asapc.passes.esp.site import EspSite
-from asapc.passes.experiment import STABILISED, Experiment, Lengths, NoFit, once, outcome
+from asapc.passes.experiment import STABILISED, Experiment, Lengths, NoFit, normal, once, outcome
 from asapc.passes.products import (
     SORTS,
     UNSTABLE,
@@ -209,13 +201,13 @@ def _with_mask(trial: Experiment, fit: EspFit, mask: Node) -> EspFit:
     """The fit of a layer whose mask leaves tokens out of the sorts.  Raises NoFit."""
     fit = replace(fit, convention=replace(fit.convention, mask="key"))
     few = trial.few
-    masked = fit.measured([drawn(trial, points, few, masked=True) for points in (apart, tied_points)])
+    masked = fit.measured([drawn(trial, points, few, masked=True) for points in (normal, tied_points)])
     if not masked.error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: padded tokens are not simply left out of the sorts",
             masked.error,
         )
-    far = [drawn(trial, lambda *of: -apart(*of).abs(), few, low, masked=True) for low in FAR]
+    far = [drawn(trial, lambda *of: -normal(*of).abs(), few, low, masked=True) for low in FAR]
     if not fit.measured(far).error <= STABILISED:
         raise NoFit(
             f"with {spoken(mask)} as mask: points as large as {max(FAR):g} are taken for padded ones; "
@@ -227,7 +219,7 @@ def _with_mask(trial: Experiment, fit: EspFit, mask: Node) -> EspFit:
 def _check_larger_sizes(trial: Experiment, fit: EspFit) -> None:
     """Hold a convention against what there is where tokens or examples are many.  Raises NoFit."""
     def error_at(at: Lengths) -> float:
-        return fit.measured([drawn(trial, apart, at)]).error
+        return fit.measured([drawn(trial, normal, at)]).error
 
     _, heads, _, dim = trial.shapes(trial.few)[0]
     count = dim if fit.slices is None else fit.slices.shape[-2]

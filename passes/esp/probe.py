@@ -32,6 +32,7 @@ from asapc.passes.experiment import (
     Experiment,
     Lengths,
     NoFit,
+    normal,
     relative_error,
     snapped,
 )
@@ -44,7 +45,7 @@ CONDITION = 1e4  # of the slices' plans beyond which their weights cannot be tol
 DISTINCT = 1e-6  # residual below which the slices' plans explain the map
 
 
-Points = Callable[[tuple[int, ...], torch.Generator], Tensor]
+Points = Callable[[Sequence[int], torch.Generator], Tensor]
 """Random ones [B, H, N, D] of a shape."""
 
 
@@ -100,7 +101,7 @@ def identify_esp(
     candidates: directions [L, D] or [H, L, D] found among the parameters, and None.
     likely: conventions of other layers, tried before anything is searched for.
     """
-    samples = [drawn(trial, apart, at, spread) for spread in SPREADS for at in trial.sizes]
+    samples = [drawn(trial, normal, at, spread) for spread in SPREADS for at in trial.sizes]
     tied = [drawn(trial, tied_points, at) for at in trial.sizes]
     if not all(bool(s.attention.isfinite().all()) for s in (*samples, *tied)):
         raise NoFit("the region gives NaN or infinity on random queries and keys")
@@ -166,12 +167,7 @@ def _of_one_factor(
     return next(one for one in fits if one.error <= max(2 * least, EXACT))
 
 
-def apart(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal points [B, H, N, D]."""
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def tied_points(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Points [B, H, N, D] that tie along every direction, and different ones along the axes.
 
     One coordinate is not 0: equal points have equal projections in whatever order they are summed.

@@ -443,8 +443,7 @@ def _padding_weight(whole: _Whole) -> float:
 
 def _error(row: _Row, factor: OutputFactor) -> float:
     unit, output, n, m, active, _ = row
-    scale = factor.coefficient * n**factor.queries * m**factor.keys * active**factor.active
-    return relative_error(unit * scale, output)
+    return relative_error(unit * factor.value(n, m, active), output)
 
 
 def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:

@@ -26,6 +26,7 @@ from asapc.passes.cut import constants_entering, line_of
 from asapc.passes.experiment import EXACT, STABILISED, Experiment, Lengths, NoFit, outcome, snapped
 from asapc.passes.products import Canonical, merged_heads
 from asapc.passes.sinkhorn.probe import (
+    BOTH,
     Drawn,
     Plans,
     Sample,
@@ -211,12 +212,8 @@ def identify_half(code: Half, pivots: Sequence[Tensor], masses: Sequence[Masses]
 
 def _best_loop(samples: Sequence[Sample], multiplier: float, code: Half, masses: Masses) -> HalfFit:
     """The shortest loop that is as good as the best, with these masses, by its first head."""
-    targets, plans = [], []
-    for group in groups_of(samples, multiplier):
-        loop = loop_plans(replace(group, log_nu=masses.table[:1].log()))
-        plans.append(_scaled(loop, group.attention))
-        targets.append(group.attention)
-    budget = search_budget(targets, plans, most=longest_in(code.between))
+    plans_of = partial(_scaled_plans, log_nu=masses.table[:1].log())
+    budget = search_budget(groups_of(samples, multiplier), plans_of, BOTH, longest_in(code.between))
     if not budget.error < math.inf:
         raise NoFit("not a finite loop between tokens and pivots")
     if budget.rival is not None and budget.error <= STABILISED:
@@ -230,8 +227,9 @@ def _best_loop(samples: Sequence[Sample], multiplier: float, code: Half, masses:
     return HalfFit(half, code.pivots, masses, _ratio(first.attention, plan), budget.error)
 
 
-def _scaled(loop: Plans, target: Tensor) -> Plans:
-    """A plan [G, 1, N, R] with its columns scaled as the target's are, alike in every sample."""
+def _scaled_plans(group: Sample, log_nu: Tensor) -> Plans:
+    """Plans [G, 1, N, R] with their columns scaled as those observed are, alike in every sample."""
+    loop, target = loop_plans(replace(group, log_nu=log_nu)), group.attention
 
     def run(first: Side) -> Iterator[Tensor]:
         return (plan * _ratio(target, plan, (0, 1, 2))[..., None, :] for plan in loop(first))

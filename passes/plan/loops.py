@@ -10,7 +10,7 @@ are two side by side. What a loop computes is for experiments to say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.passes.cut import (
     ancestors,
+    behind,
     data_dependent,
     depends_on_data,
     descendants,
@@ -133,7 +134,7 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     A slack of one number, or of one weight, that is never normalised adds it to every sum.
     """
     slices = {aten.slice.Tensor}
-    whole = {node: replace(one, matrix=_behind(one.matrix, slices)) for node, one in sums.items()}
+    whole = {node: replace(one, matrix=behind(one.matrix, slices)) for node, one in sums.items()}
     why = (
         "each of its sums leaves out a row or column, which is not normalised itself: its plan is not a "
         "row and column scaling with marginals"
@@ -143,7 +144,7 @@ def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
         leaves_out = any(whole[node].matrix is not sums[node].matrix for node in chain)
         if len(chain) < 3 or {sums[node].axis for node in chain} != {-1, -2} or not leaves_out:
             continue
-        padded = _behind(whole[chain[0]].matrix, {*SQUEEZES, *VIEWS})
+        padded = behind(whole[chain[0]].matrix, {*SQUEEZES, *VIEWS})
         scores = padded.all_input_nodes[0] if padding_of(padded) is not None else _beside_slack(padded)
         if scores is not None:
             loops.append(Loop(tuple(chain), scores, (-2, -1), slack=True))
@@ -165,30 +166,25 @@ def _beside_slack(matrix: Node) -> Node | None:
     return scores if beside else None
 
 
-def _behind(node: Node, targets: Collection[Any]) -> Node:
-    while node.target in targets:
-        (node,) = node.all_input_nodes[:1]
-    return node
-
-
 def _sum_of(node: Node) -> _Sum | None:
     """A sum over one axis of something with at least two that is normalised by it."""
     if node.op != "call_function" or not is_tensor(node):
         return None
+    if node.target in SOFTMAXES or node.target is aten.logsumexp.default:
+        return _sum_over(node, node.args[1])
+    one: _Sum | None = None
     if node.target in PRODUCTS:
-        return _vector_product(node)
-    if node.target in SUMS and (spread := _spread_sum(node)) is not None:
-        return spread
+        one = _vector_product(node)
+    elif node.target in SUMS:
+        one = _spread_sum(node) or _sum_over(node, node.args[1])
+    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],):
+        one = _sum_over(node, node.args[2] if len(node.args) > 2 else None)
+    return one if one is not None and is_divided_by(node) else None
+
+
+def _sum_over(node: Node, dims: Any) -> _Sum | None:
     matrix = node.args[0] if node.args else None
     if not isinstance(matrix, Node) or not is_tensor(matrix) or rank_of(matrix) < 2:
-        return None
-    dims: Any
-    whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
-    if whole or (node.target in SUMS and is_divided_by(node)):
-        dims = node.args[1]
-    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and is_divided_by(node):
-        dims = node.args[2] if len(node.args) > 2 else None
-    else:
         return None
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, (list, tuple)) or len(dims) != 1:
@@ -208,18 +204,16 @@ def _vector_product(node: Node) -> _Sum | None:
         summed = [letter for letter in many if letter not in out]
         if not set(few) <= set(many) or len(many) != len(out) + 1 or len(summed) != 1:
             return None
-        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if is_divided_by(node) else None
+        return _Sum(node, matrix, many.index(summed[0]) - len(many))
     left, right = node.args[0], node.args[1]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     product = product_of(node)
-    if product is not None and is_vector(product):
-        return _Sum(node, left, -1) if is_divided_by(node) else None
     narrow = rank_of(right) == 1 or (rank_of(right) == 2 and same(right.meta["val"].shape[-1], 1))
-    if narrow and rank_of(left) >= 2:
-        return _Sum(node, left, -1) if is_divided_by(node) else None
+    if (product is not None and is_vector(product)) or (narrow and rank_of(left) >= 2):
+        return _Sum(node, left, -1)
     if rank_of(left) >= 2 and same(left.meta["val"].shape[-2], 1) and rank_of(right) == rank_of(left):
-        return _Sum(node, right, -2) if is_divided_by(node) else None
+        return _Sum(node, right, -2)
     return None
 
 
@@ -237,7 +231,7 @@ def _spread_sum(node: Node) -> _Sum | None:
     inserted: Any = moving[0].args[1]
     rank = rank_of(product)
     axis, added = dims[0] % rank, inserted % rank
-    if rank < 3 or axis == added or not is_divided_by(node):
+    if rank < 3 or axis == added:
         return None
     return _Sum(node, matrix, axis - (axis > added) - (rank - 1))
 

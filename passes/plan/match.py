@@ -483,7 +483,7 @@ class _Trials(Trials):
         drawn: dict[Node, Tensor] = {}
         for node in self.region.data:
             shape = self.cut.shape_of(node, self.few if lengths is None else lengths)
-            value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            value = self.normal(shape)
             marginal = next((x for x in self.roles.marginals if x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1

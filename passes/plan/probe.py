@@ -90,8 +90,7 @@ def _damped(
     samples, heads = ([x.powered(nearest.powers) for x in of] for of in (samples, heads))
     every, settled = groups_of(samples, multiplier), converged(nearest.damping, budget.half_steps)
     if budget.rival is not None and not settled:  # sharper scores tell them apart
-        loops = [loop_plans(group, nearest.damping) for group in every]
-        budget = search_budget([x.attention for x in every], loops, BOTH, sums + BEYOND)
+        budget = search_budget(every, partial(loop_plans, damping=nearest.damping), BOTH, sums + BEYOND)
     convention = unbalanced(budget.half_steps, budget.first_side)
     longer = [convention]
     if budget.rival is not None and settled:
@@ -192,8 +191,8 @@ def _tried(
         return loop_plans(sample.powered(powers), both)
 
     for other in dict.fromkeys((damping, 1.0)):
-        loops = [loop(sample, other) for sample in samples]
-        yield Damped(*with_other(other), search_budget(plans, loops, (last,), sums + BEYOND))
+        budget = search_budget(samples, partial(loop, other=other), (last,), sums + BEYOND)
+        yield Damped(*with_other(other), budget)
     for half_steps in range(max(sums - 1, 2), min(sums + 1, SEARCHED) + 1):
         first = _from(last)[(half_steps - 1) % 2]
 

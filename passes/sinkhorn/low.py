@@ -39,7 +39,7 @@ from asapc.passes.experiment import NoFit, outcome, relative_error
 from asapc.passes.masks import varies
 from asapc.passes.products import Empty
 from asapc.passes.sinkhorn.probe import attention_of, factor_of
-from asapc.passes.sinkhorn.site import ScoreBias, value_of
+from asapc.passes.sinkhorn.site import ScoreBias
 from asapc.program.calls import apply_operator
 
 SPREADS = (0.1, 3.0, 30.0)  # standard deviations of the scores, in units of epsilon
@@ -185,7 +185,7 @@ def _ratio(one: _Map) -> tuple[int, int, float, float]:
 
 def _holds(empty: Empty, one: _Map, tolerance: float) -> bool:
     """Whether a map is what is said."""
-    share = value_of(empty.share, *one.theirs.shape[-2:])
+    share = empty.share.value(*one.theirs.shape[-2:])
     return relative_error(one.theirs, one.open if empty.open else one.equal * share) <= tolerance
 
 

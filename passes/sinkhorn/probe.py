@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
-from asapc.passes.experiment import EXACT, STABILISED, Lengths, NoFit, Sized, relative_error
+from asapc.passes.experiment import EXACT, STABILISED, Lengths, NoFit, Sized, normal, relative_error
 
 MAX_HALF_STEPS = 1024
 BOTH: tuple[Side, ...] = ("row", "column")
@@ -123,6 +124,7 @@ class Budget:
     half_steps: int
     error: float
     rival: tuple[Side, int] | None = None
+    stabiliser: Stabiliser | None = None
 
 
 @dataclass(frozen=True)
@@ -162,16 +164,16 @@ def identify(
     sides: Sequence[Side] = BOTH  # of given marginals, no constant ones
     if not any(sample.is_given for sample in samples):
         sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
-    loop: tuple[Budget, Stabiliser | None] | None
+    budget: Budget | None
     if sides:
-        loop = budget_of(samples, multiplier, sides, tolerance, guesses, most)
+        budget = budget_of(samples, multiplier, sides, tolerance, guesses, most)
     else:  # a large constant takes a part of every mass
-        loop = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
-    if loop is None:
+        budget = _stabilised(samples, multiplier, BOTH, guesses, SHORT)
+    if budget is None:
         raise NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    budget, stabiliser = loop
     masked = {"mask": "key"} if any(sample.keep is not None for sample in samples) else {}
-    convention = made(budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser, **masked)
+    loop = (budget.half_steps, budget.first_side, multiplier)
+    convention = made(*loop, stabiliser=budget.stabiliser, **masked)
     fit = with_factor(convention, samples, mildest)
     if budget.rival is None:
         return fit
@@ -195,10 +197,10 @@ def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def budget_of(
     samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], tolerance: float,
     guesses: Guesses, most: int,
-) -> tuple[Budget, Stabiliser | None]:  # fmt: skip
+) -> Budget:  # fmt: skip
     """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
     _, mildest = mild_ones(samples)
-    at_mild = _budget(groups_of(mildest, multiplier), sides, most)
+    at_mild = search_budget(groups_of(mildest, multiplier), loop_plans, sides, most)
     # A constant of 1e-6 is seen at mild scores, too, and a large one is nothing else.
     if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
         stabilised = _stabilised(samples, multiplier, sides, guesses, min(most, SHORT))
@@ -212,19 +214,16 @@ def budget_of(
         )
     # Only what looks converged at mild scores may be longer than it looks there.
     most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
-    budget = _budget(groups_of(samples, multiplier), sides, most)
-    stabiliser: Stabiliser | None = None
+    budget = search_budget(groups_of(samples, multiplier), loop_plans, sides, most)
     if budget.error > tolerance and guesses.constants:
-        stabilised = _stabilised(samples, multiplier, sides, guesses, most)
-        if stabilised is not None:
-            budget, stabiliser = stabilised
+        budget = _stabilised(samples, multiplier, sides, guesses, most) or budget
     if not budget.error <= max(tolerance, HELD):
         raise NoFit(
             f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
             "ones: a constant in its divisions, a clamp or a damping that is not known",
             budget.error,
         )
-    return budget, stabiliser
+    return budget
 
 
 def blocks(size: Sequence[int]) -> Iterator[Tensor]:
@@ -235,8 +234,7 @@ def blocks(size: Sequence[int]) -> Iterator[Tensor]:
     """
     queries, keys = size[-2:]
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+    noise = normal(size, torch.Generator().manual_seed(3))
     for gap in GAPS:
         yield noise - gap * across
 
@@ -260,14 +258,12 @@ class Drawn:
 
     def scores(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """[*, N, M]"""
-        def noise(size: Sequence[int]) -> Tensor:
-            return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
-
-        s = self.spread * noise(size)
+        s = self.spread * normal(size, generator)
         if self.zeros:
             rows, columns = (torch.arange(length) for length in size[-2:])
             s = s.masked_fill((rows[:, None] + columns) % 3 == 0, 0.0)
-        by_row, by_column = noise((*size[:-1], 1)), noise((*size[:-2], 1, size[-1]))
+        lines = ((*size[:-1], 1), (*size[:-2], 1, size[-1]))
+        by_row, by_column = (normal(along, generator) for along in lines)
         return s + self.rows * by_row + self.columns * by_column + self.all
 
 
@@ -457,15 +453,14 @@ Plans = Callable[[Side], Iterator[Tensor]]
 
 
 def search_budget(
-    targets: Sequence[Tensor], plans: Sequence[Plans], sides: Sequence[Side] = BOTH,
-    most: int = MAX_HALF_STEPS,
-) -> Budget:  # fmt: skip
+    groups: Sequence[Sample], plans_of: Callable[[Sample], Plans], sides: Sequence[Side], most: int
+) -> Budget:
     """The shortest loop, among those that end on `sides`, that is as good as the best.
 
-    targets: attention [G, H, N, M] of each group of samples; plans: the loops that should give it;
-    most: the longest that is tried.
-    Every target counts up to a number: an output factor is looked for afterwards.
+    groups: as of groups_of; plans_of: the loops that should give their maps; most: the longest that is
+    tried.  Every map counts up to a number: an output factor is looked for afterwards.
     """
+    maps, plans = [group.attention for group in groups], [plans_of(group) for group in groups]
     errors: dict[tuple[Side, int], float] = {}
     for first in BOTH:
         running = [make(first) for make in plans]
@@ -474,7 +469,7 @@ def search_budget(
                 break
             if Convention(half_steps, first, 1.0).last_side not in sides:
                 continue
-            error = errors[first, half_steps] = max(map(_up_to_scale, ours, targets))
+            error = errors[first, half_steps] = max(map(_up_to_scale, ours, maps))
             if error <= EXACT:
                 most = min(most, half_steps + BEYOND)
     least = min(errors.values())
@@ -519,21 +514,10 @@ def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
     return math.inf if error != error else error
 
 
-def _budget(
-    groups: Sequence[Sample], sides: Sequence[Side], most: int, stabiliser: Stabiliser | None = None
-) -> Budget:
-    """As search_budget, of samples with scores in units of epsilon."""
-    plans = [
-        loop_plans(group) if stabiliser is None else _stabilised_plans(group, stabiliser)
-        for group in groups
-    ]
-    return search_budget([group.attention for group in groups], plans, sides, most)
-
-
 def nearest(samples: Sequence[Sample]) -> Budget:
     """The short loop that comes nearest at mild scores.  Raises NoFit where there is no multiplier."""
     mild = [sample for sample in samples if sample.mild]
-    return _budget(groups_of(mild[:2], score_multiplier(mild)), BOTH, SHORT)
+    return search_budget(groups_of(mild[:2], score_multiplier(mild)), loop_plans, BOTH, SHORT)
 
 
 def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
@@ -560,19 +544,20 @@ def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
 
 def _stabilised(
     samples: Sequence[Sample], multiplier: float, sides: Sequence[Side], guesses: Guesses, most: int
-) -> tuple[Budget, Stabiliser] | None:
+) -> Budget | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     mildest, groups = groups_of(samples[:1], multiplier), groups_of(samples, multiplier)
-    best: tuple[Budget, Stabiliser] | None = None
+    best: Budget | None = None
     for stabiliser in guesses.stabilisers():
-        if not _budget(mildest, sides, most, stabiliser).error <= STABILISED:
+        plans_of = partial(_stabilised_plans, stabiliser=stabiliser)
+        if not search_budget(mildest, plans_of, sides, most).error <= STABILISED:
             continue
-        budget = _budget(groups, sides, most, stabiliser)
-        if best is None or budget.error < best[0].error:
-            best = budget, stabiliser
+        budget = replace(search_budget(groups, plans_of, sides, most), stabiliser=stabiliser)
+        if best is None or budget.error < best.error:
+            best = budget
         if budget.error <= EXACT:
             break
-    return best if best is not None and best[0].error <= STABILISED else None
+    return best if best is not None and best.error <= STABILISED else None
 
 
 def _stabilised_plans(sample: Sample, stabiliser: Stabiliser) -> Plans:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.features.clouds import shown_queries
-from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import loop_of, opened_keys
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
@@ -107,7 +107,7 @@ class AttentionSite(LoopSite):
             result = result * count[:, None, None, None] ** power
         if self.mask is None or seen.keep is None:
             return result
-        share = value_of(self.mask.empty.share, seen.q.shape[2], seen.k.shape[2])
+        share = self.mask.empty.share.value(seen.q.shape[2], seen.k.shape[2])
         # Chosen before the product: a share that is NaN has no part in other examples' gradients.
         return result * torch.where(seen.keep.any(1)[:, None, None, None], 1.0, share)
 
@@ -131,10 +131,6 @@ class AttentionSite(LoopSite):
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
-
-
-def value_of(share: OutputFactor, queries: int, keys: int) -> float:
-    return float(share.coefficient * queries**share.queries * keys**share.keys)
 
 
 def _times_shown(
