@@ -73,11 +73,12 @@ def keys_of_empty(
     as they are.
     Raises InputError where they do neither.
     """
-    empty, highest = ~keep.any(-1), mask.amax(-1)
+    empty = ~keep.any(-1)
     on_cpu = mask.device.type == "cpu"
     waits = on_cpu and not torch.compiler.is_exporting()
     if keep.numel() * q.numel() == 0 or (waits and not bool(empty.any())):
         return keep.clone()
+    highest = mask.amax(-1)
     exponent = highest.double().abs().log2().floor()  # of its unit in the last place
     unit = torch.where(highest.isfinite(), torch.finfo(q.dtype).eps * 2.0**exponent, math.inf)
     alike = (mask == highest[:, None]).all(-1)
