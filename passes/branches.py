@@ -17,7 +17,6 @@ import linecache
 import logging
 import math
 import operator
-import os
 import re
 import sys
 import traceback
@@ -36,14 +35,14 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from asapc.passes.cut import HALVES, ancestors, depends_on_data, reaches
-from asapc.passes.observe import STOP, builtin_replaced
+from asapc.passes.observe import STOP, builtin_replaced, folders
 from asapc.passes.products import NORMALISERS
 from asapc.terminal.printed import first_line
 
 Place = tuple[str, int]
 """File and line."""
 
-_NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+_NOT_THE_USERS = folders(torch.__file__, __file__)
 _HIDDEN = ("<", *_NOT_THE_USERS)
 HOLDS = torch.ops.asapc.holds.default
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,11 @@ aten = torch.ops.aten
 EagerCall = tuple[tuple[Any, ...], dict[str, Any]]
 Leave = Callable[[], object]
 STOP = "stop"  # the label of a mark, before its number
+
+
+def folders(*files: str) -> tuple[str, ...]:
+    """What the paths of all files beside each of these begin with."""
+    return tuple(f"{Path(file).parent}{os.sep}" for file in files)
 
 
 class Observer:

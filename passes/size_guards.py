@@ -17,12 +17,10 @@ import contextlib
 import itertools
 import math
 import operator
-import os
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,6 +33,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 import asapc.inputs.onnx
 from asapc.formats.limits import demand, fixed_size
 from asapc.inputs.data import Batch
+from asapc.passes.observe import folders
 
 SIZES = range(2, 4097)  # at which a guard on one size is tried
 LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds, it has no upper end
@@ -46,9 +45,7 @@ FAILING = 6  # of them
 MET = 30  # sizes at which the model has what it needs: fewer tell little of a guard
 MOST_ENTRIES = 1024  # along all lengths at once, as of 32 x 32 pixels, if the example has no more
 # What asks on behalf of torch, or of the operators of an ONNX file: its answers are tried instead.
-_NOT_THE_MODELS = tuple(
-    f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
-)
+_NOT_THE_MODELS = folders(torch.__file__, __file__, asapc.inputs.onnx.__file__)
 LONGEST = 10_000  # characters of a guard that is read
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,

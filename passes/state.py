@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
@@ -35,7 +34,7 @@ from asapc.inputs.data import Batch, output_of
 from asapc.measure.differences import equal, largest_difference, tensor_outputs
 from asapc.passes.bytecode import loaded_names, questions_of, set_globals, sets_items, stored_names
 from asapc.passes.first_call import Fresh, called, calls_of, copied
-from asapc.passes.observe import Leave, entering, is_within, replaced_forwards
+from asapc.passes.observe import Leave, entering, folders, is_within, replaced_forwards
 from asapc.program.code import under
 from asapc.program.state import (
     DEVICES,
@@ -59,10 +58,7 @@ from asapc.program.state import (
     text_of,
 )
 
-_HERE = Path(asapc.inputs.__file__).parent
-_NOT_THE_USERS = tuple(
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent, _HERE)
-)
+_NOT_THE_USERS = folders(torch.__file__, __file__, asapc.inputs.__file__)
 _OF_SETTINGS = {setting(name): name for name in SETTINGS}
 _BY_CALL: dict[Any, str] = {
     **{call: name for call, name in _OF_SETTINGS.items() if isinstance(call, BuiltinFunctionType)},
@@ -104,7 +100,7 @@ _IN_PYTHON = {*_TRACED, *_BY_CODE}  # of torch, what code asks
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
 _AUTOCAST = torch.amp.autocast_mode.autocast.__init__.__code__.co_filename
 _ENVIRON = os._Environ.__getitem__.__code__
-_PYTHON = f"{Path(contextlib.__file__).parent}{os.sep}"
+_PYTHON = folders(contextlib.__file__)
 
 
 @dataclass

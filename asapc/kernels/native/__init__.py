@@ -286,11 +286,7 @@ def plan(
 def plans_of_all(scores: Tensor, settings: bytes) -> Tensor | None:
     """As `plan` without masses and offset; None where the linear domain does not hold every matrix."""
     out = torch.empty_like(scores)
-    queries, keys = scores.shape[-2:]
-    lost = _engine().asapc_plan(PLAN.pack(
-        scores.data_ptr(), 0, 0, out.data_ptr(), 0, 0, 0, 0, torch.get_num_threads(), 0, 0.0,
-        scores.numel() // (queries * keys),
-    ) + settings)  # fmt: skip
+    lost = _planned(scores, None, None, out, None, None, False, 0.0, settings)
     return None if lost else out
 
 
